@@ -75,7 +75,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js"]},
+    package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js", "python_guide.md"]},
     include_package_data=True,
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -64,10 +64,15 @@ class BareMegatron:
     Megatron's local ones, which take unpacked sequences; else the layers of ``like``, for packed rows.
     """
 
-    def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
+    def __init__(
+        self,
+        like: ParallelModel,
+        learning_rate: float,
+        own_layers: bool,
+    ) -> None:
         start_megatron(like.groups.layout)
 
-        # The settings without our hooks; other versions of Megatron have other ones.
+        # Our settings without our hooks; the fields differ between versions of Megatron.
         config = copy.copy(like.transformer_config)
 
         names = {field.name for field in fields(config)}
@@ -81,7 +86,12 @@ class BareMegatron:
         if own_layers:
             spec = _own_layers(config, stage)
         else:
-            spec = block_spec(config, like.uses_transformer_engine, None, stage)
+            spec = block_spec(
+                config,
+                like.uses_transformer_engine,
+                None,
+                stage,
+            )
 
         with device.megatron_mode():
             model = GPTModel(
@@ -195,7 +205,13 @@ def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
     options = {}
     if batch.packing is not None:
         options["packed_seq_params"] = batch.packing
-    output = model(batch.tokens, positions, None, labels=batch.labels, **options)
+    output = model(
+        batch.tokens,
+        positions,
+        None,
+        labels=batch.labels,
+        **options,
+    )
     return output, partial(_loss, batch.loss_mask)
 
 

@@ -296,14 +296,24 @@ def torchrun(
     return time.perf_counter() - start
 
 
-def prepare(command: str, folder: Path, /, **names: object) -> None:
+def prepare(
+    command: str,
+    folder: Path,
+    /,
+    **names: object,
+) -> None:
     """Run a command in a folder, ``python`` as this interpreter; ``names`` are replaced in braces.
 
     Raises ChildFailed.
     """
     program = [sys.executable if text == "python" else text.format(**names) for text in shlex.split(command)]
     try:
-        subprocess.run(program, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            program,
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     except subprocess.CalledProcessError as error:
         raise ChildFailed(str(error)) from None
 

@@ -39,11 +39,21 @@ PADDED = "Megatron-Core, its own layers, rows padded"
 EQUAL = "Megatron-Core, its own layers, equal rows"
 
 
-def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
+def synthetic(
+    work: Workload,
+    actor: ModelRole,
+    vocabulary: int,
+) -> tuple[Rollouts, Scores]:
     """Return rows of random tokens with the workload's lengths, scored by the actor; equal on every rank."""
+    # Seeded: every rank draws the same batch.
     generator = torch.Generator().manual_seed(1)
     responses = torch.tensor(lengths(work, seed=1))
-    prompts = torch.randint(8, work.max_prompt_tokens, (work.rows,), generator=generator)
+    prompts = torch.randint(
+        8,
+        work.max_prompt_tokens,
+        (work.rows,),
+        generator=generator,
+    )
     rows = prompts + responses
     count = int(rows.sum())
 
@@ -71,9 +81,15 @@ def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     """Return exactly the micro-batches that the learn phase cuts on this rank."""
     assert actor.model is not None
 
-    micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    micros, _ = build_microbatches(
+        actor.model,
+        batch,
+        actor.tokens_per_microbatch,
+        batch.response_mask,
+    )
     result = []
     for micro in micros:
+        # Labels at the positions with outputs; other tokens have no loss.
         labels = torch.zeros_like(micro.inputs)
         mask = torch.zeros(micro.inputs.shape, device=micro.inputs.device)
         labels[0, micro.index] = micro.targets
@@ -90,7 +106,12 @@ def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     assert actor.model is not None
 
     unit = actor.model.groups.layout.tensor
-    micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    micros, _ = build_microbatches(
+        actor.model,
+        batch,
+        actor.tokens_per_microbatch,
+        batch.response_mask,
+    )
     rows = batch.tokens.split(batch.lengths.tolist())
 
     result = []
@@ -135,7 +156,12 @@ def in_turns(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     return seconds
 
 
-def learn(actor: ModelRole, batch: TrainBatch, algorithm: Any, objective: Any) -> Any:
+def learn(
+    actor: ModelRole,
+    batch: TrainBatch,
+    algorithm: Any,
+    objective: Any,
+) -> Any:
     """Run the learn phase as `train_step` does."""
     metrics = None
     for minibatch in minibatches(batch, algorithm, 1, 1, 1):
@@ -154,8 +180,14 @@ def check_equal(
 
     Raises RuntimeError where they differ: then the two do not do the same work.
     """
+    # Metrics of the learn phase are sums over a rank's own rows: add up all ranks.
     rank_metrics: list[Any] = [None] * dist.get_world_size()
-    metrics = learn(actor, batch, algorithm, lambda rows, log_probs, entropy: sft_objective(rows, log_probs))
+    metrics = learn(
+        actor,
+        batch,
+        algorithm,
+        lambda rows, log_probs, entropy: sft_objective(rows, log_probs),
+    )
     dist.all_gather_object(rank_metrics, metrics)
     values = sum(rank_metrics[1:], rank_metrics[0]).values()
     loss, norm = peer.step(batches)
@@ -167,6 +199,7 @@ def check_equal(
         "peer_norm": norm,
     }
     for name in ("loss", "norm"):
+        # Kernels sum in different orders: 1e-3 allows for rounding, but for no difference of work.
         if abs(result[name] - result[f"peer_{name}"]) > 1e-3 * abs(result[name]):
             raise RuntimeError(f"the learn phase and the peer do not do the same work: {result}")
     return result
@@ -215,6 +248,7 @@ def main() -> None:
     padded = padded_batches(actor, batch)
 
     learning_rate = config.actor.optimizer.learning_rate
+    # The peers copy the actor's weights, so that all start from the same ones.
     same_layers = BareMegatron(actor.model, learning_rate, own_layers=False)
 
     own_layers = BareMegatron(actor.model, learning_rate, own_layers=True)
@@ -240,6 +274,7 @@ def main() -> None:
 
     # Apart from the others: it frees so much memory that the host takes a while to allocate it again.
     seconds |= in_turns({PADDED: lambda: own_layers.step(padded)}, min(options.repeats, 2))
+    # Barriers around each run make the seconds alike on all ranks: the first rank writes them.
     if device.rank() == 0:
         options.result.write_text(json.dumps({**measurement, "seconds": seconds}))
 

@@ -11,7 +11,7 @@ The methods take turns. Each is checked first: log-probs, entropy and gradients 
 first 256 tokens' outputs), or it is not measured. Metrics: seconds of the forward pass without gradients
 (scoring) and of forward and backward pass (training); peak_bytes, the most bytes of tensors alive at once in
 training beyond the inputs; of_matmul, the useful products (2 × tokens × hidden × vocabulary forward, three
-times that in training) per second as a share of what a large matrix product reaches here in the same dtype;
+times that in training) per second as a share of the rate of a large matrix product here in the same dtype;
 of_bandwidth, the bytes that any method has to read and write per second as a share of a large copy's.
 The peer of the ratio is unfused.
 """
@@ -59,17 +59,32 @@ def kernel(use: bool) -> Any:
 def own(use: bool) -> Method:
     """Return our function with or without the kernel."""
 
-    def method(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+    def method(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> Outputs:
         temperature = torch.ones(len(hidden), device=hidden.device)
         shard = VocabularyShard(0, len(weight), ONE_RANK)
         chunk = max(64, LOGITS_ELEMENTS // len(weight))
         with kernel(use):
-            return vocab_parallel_log_probs(hidden, weight, targets, temperature, shard, chunk)
+            return vocab_parallel_log_probs(
+                hidden,
+                weight,
+                targets,
+                temperature,
+                shard,
+                chunk,
+            )
 
     return method
 
 
-def unfused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+def unfused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+) -> Outputs:
     """Return log-probs and entropy from all logits at once."""
     # The sum over the vocabulary is in float32 at least.
     logits = hidden @ weight.t()
@@ -77,7 +92,11 @@ def unfused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+def liger(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+) -> Outputs:
     """Return the sum of log-probs; Liger computes its gradients in the forward pass."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore
 
@@ -98,7 +117,13 @@ def methods(dtype: torch.dtype) -> dict[str, Method]:
 class Case:
     """Tensors of one problem, with the passes that are measured."""
 
-    def __init__(self, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        width: int,
+        vocabulary: int,
+        dtype: torch.dtype,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         accelerator = device.device()
         self.sizes = (tokens, width, vocabulary)
@@ -114,7 +139,11 @@ class Case:
         with torch.no_grad():
             method(self.hidden, self.weight, self.targets)
 
-    def train(self, method: Method, entropy_weight: float = 0.1) -> None:
+    def train(
+        self,
+        method: Method,
+        entropy_weight: float = 0.1,
+    ) -> None:
         """Run the forward and the backward pass."""
         log_probs, entropy = method(self.hidden, self.weight, self.targets)
         loss = log_probs.sum()
@@ -127,7 +156,11 @@ class Case:
         hidden = self.hidden[:CHECKED_TOKENS].detach()
         targets = self.targets[:CHECKED_TOKENS]
 
-        def results(call: Method, dtype: torch.dtype, entropy_too: bool) -> list[torch.Tensor]:
+        def results(
+            call: Method,
+            dtype: torch.dtype,
+            entropy_too: bool,
+        ) -> list[torch.Tensor]:
             states = hidden.to(dtype).requires_grad_()
             weight = self.weight.detach().to(dtype).requires_grad_()
             log_probs, entropy = call(states, weight, targets)
@@ -190,7 +223,12 @@ def void(value: Any) -> None:
     """Drop a result."""
 
 
-def measure(case: Case, quick: bool, repeats: int, report: Report) -> None:
+def measure(
+    case: Case,
+    quick: bool,
+    repeats: int,
+    report: Report,
+) -> None:
     """Check and measure every method on one problem."""
     tokens, width, vocabulary = case.sizes
     name = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {str(case.dtype)[6:]}"
@@ -254,7 +292,12 @@ def main() -> int:
         default_size = "8192,2048,151936" if options.quick else "8192,4096,151936"
     tokens, width, vocabulary = (int(number) for number in (options.size or default_size).split(","))
     say("log_probs", f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {dtype}")
-    measure(Case(tokens, width, vocabulary, dtype), options.quick, options.repeats or 5, report)
+    measure(
+        Case(tokens, width, vocabulary, dtype),
+        options.quick,
+        options.repeats or 5,
+        report,
+    )
     if device.on_host():
         report.note("no accelerator: the Triton kernel and Liger were not measured")
     return report.finish(options.json)

@@ -31,8 +31,18 @@ from megatron_rl.metrics import read_metrics
 
 Steps = list[dict[str, float]]
 
-FULL = Workload(prompts=12, samples=8, max_response_tokens=512, mean_share=0.15)
-QUICK = Workload(prompts=8, samples=4, max_response_tokens=256, mean_share=0.15)
+FULL = Workload(
+    prompts=12,
+    samples=8,
+    max_response_tokens=512,
+    mean_share=0.15,
+)
+QUICK = Workload(
+    prompts=8,
+    samples=4,
+    max_response_tokens=256,
+    mean_share=0.15,
+)
 WARM_UP_STEPS = 2
 FEW_ROWS = 4
 """Rows of the probe in which sampling surely takes longer than learning."""
@@ -64,7 +74,13 @@ def run(
     run_dir = folder / name
     config.write_text(configuration(work, folder, run_dir, steps + WARM_UP_STEPS, {}))
     command = ["-m", "megatron_rl", "train", str(config), f"rollout.vllm.max_num_seqs={rows}"]
-    torchrun([*command, *METHODS[method]], ranks, 1, folder / f"{name}.log", 1800)
+    torchrun(
+        [*command, *METHODS[method]],
+        ranks,
+        1,
+        folder / f"{name}.log",
+        1800,
+    )
 
     lines = read_metrics(run_dir / "metrics.jsonl")[WARM_UP_STEPS:]
     # During the last step of a run nothing is sampled ahead.
@@ -114,7 +130,12 @@ def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
     return min(high_rows, max(1, round(1 / inverse_rows)))
 
 
-def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
+def balance(
+    work: Workload,
+    folder: Path,
+    ranks: int,
+    steps: int,
+) -> int:
     """Return the rows that an engine is to work on at once, and print the probes."""
     # Two numbers of rows far apart: between them the seconds are interpolated.
     replicas = ranks // 2
@@ -145,7 +166,15 @@ def main(command_line: Sequence[str] | None = None) -> int:
         steps_by_method: dict[str, Steps] = {method: [] for method in METHODS}
         for turn in range(repeats):
             for method in METHODS:
-                steps_by_method[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
+                steps_by_method[method] += run(
+                    f"{method}-{turn}",
+                    method,
+                    work,
+                    folder,
+                    ranks,
+                    steps,
+                    rows,
+                )
 
     case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
     # Ratios are of medians, since runs of one method are not adjacent in time.
@@ -156,7 +185,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
         if method != "colocate":
             ratio = statistics.median(seconds) / base
         report.add(case, method, "step", "s", seconds, ratio)
-        report.add(case, method, "response length", "tokens", [line["response/length"] for line in lines])
+        report.add(
+            case,
+            method,
+            "response length",
+            "tokens",
+            [line["response/length"] for line in lines],
+        )
         for kind, shares in idle(method, lines).items():
             report.add(case, method, f"idle share, {kind}", "", shares)
     report.note("ratio to peer: seconds per step over colocate's")

@@ -28,16 +28,27 @@ from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
 QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
+# With the torch engine recipes run on any machine, also without vLLM.
 ONE_PROCESS = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
 ENDS = 3
 """Steps at either end of a run whose mean is its first and its last sampled reward."""
 
 
-def train(config: Path, run: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+def train(
+    config: Path,
+    run: Path,
+    overrides: Sequence[str],
+) -> list[dict[str, float]]:
     """Train in one process; return the metrics of evaluation 0 and of every step."""
     run.parent.mkdir(parents=True, exist_ok=True)
     values = [str(config), *ONE_PROCESS, f"run_dir={run}", *overrides]
-    torchrun(["-m", "megatron_rl", "train", *values], 1, 1, run.with_suffix(".log"), 3600)
+    torchrun(
+        ["-m", "megatron_rl", "train", *values],
+        1,
+        1,
+        run.with_suffix(".log"),
+        3600,
+    )
     return read_metrics(run / "metrics.jsonl")
 
 
@@ -74,12 +85,14 @@ def measure(
     }
     for seed in seeds:
         run = folder / f"{name}-{seed}"
+        # Evaluate before the first and after the last step only; the model is warmed up, so `sft` is off.
         settings = [
             f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
         ]  # fmt: skip
 
         lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
+        # Only the lines of steps with an evaluation have an accuracy.
         accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
         # The first evaluation is before step 1, the last one after all steps.
@@ -131,7 +144,14 @@ def main() -> int:
     seeds = range(1, 1 + (options.repeats or default_repeats))
     for name in options.only.split(","):
         try:
-            results = measure(name, model, folder, steps, seeds, options.overrides)
+            results = measure(
+                name,
+                model,
+                folder,
+                steps,
+                seeds,
+                options.overrides,
+            )
         except ChildFailed as error:
             report.fail(f"{name}: {error}")
             continue

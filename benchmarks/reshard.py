@@ -43,7 +43,13 @@ UNITS = {
 }
 
 
-def measure(case: str, folder: Path, quick: bool, repeats: int, report: Report) -> None:
+def measure(
+    case: str,
+    folder: Path,
+    quick: bool,
+    repeats: int,
+    report: Report,
+) -> None:
     """Run one case in its own job and record every method beside the hybrid engine."""
     say("reshard", f"{case}: 4 ranks, {repeats} repeats")
     result = folder / f"{case}.json"

@@ -108,7 +108,11 @@ class Gatherer:
         self.received += gathered.nbytes - value.nbytes
         return [shard.view(value.shape) for shard in gathered.chunk(self._tensor_size)]
 
-    def _convert(self, name: str, shards: list[Tensor]) -> Iterator[Named]:
+    def _convert(
+        self,
+        name: str,
+        shards: list[Tensor],
+    ) -> Iterator[Named]:
         """Join tensor-parallel shards and name them as the checkpoint does."""
         config = self._config
         layer = name.removeprefix("decoder.layers.").split(".", 1)
@@ -137,12 +141,22 @@ class Gatherer:
         else:
             yield prefix + "post_attention_layernorm.weight", shards[0]
 
-    def _query_key_value(self, prefix: str, kind: str, fused: Tensor) -> Iterator[Named]:
+    def _query_key_value(
+        self,
+        prefix: str,
+        kind: str,
+        fused: Tensor,
+    ) -> Iterator[Named]:
         """Split a fused projection: per key-value group its query heads, then key and value."""
         groups = self._config.num_key_value_heads
         heads = self._config.num_attention_heads
         dim = self._config.hidden_size // heads
-        grouped = fused.view(groups, heads // groups + 2, dim, *fused.shape[1:])
+        grouped = fused.view(
+            groups,
+            heads // groups + 2,
+            dim,
+            *fused.shape[1:],
+        )
         projections = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
         for letter, projection in zip("qkv", projections, strict=True):
             yield f"{prefix}self_attn.{letter}_proj.{kind}", projection.reshape(-1, *fused.shape[1:])
@@ -159,6 +173,10 @@ def per_tensor(gatherer: Gatherer, load: Load) -> None:
         load([named_tensor])
 
 
-def bucketed(gatherer: Gatherer, load: Load, size: int = 16 * 2**20) -> None:
+def bucketed(
+    gatherer: Gatherer,
+    load: Load,
+    size: int = 16 * 2**20,
+) -> None:
     """Load tensors as their buckets are gathered."""
     load(gatherer.buckets(size))

@@ -34,6 +34,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.plan import schedule
 
 RANKS = tuple(range(4))
+# Less than the model of `FULL`, so that a transfer takes several rounds of messages.
 STAGING = 32 * 2**20
 FULL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000}
 QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8000}
@@ -70,7 +71,12 @@ class MegatronTarget:
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
     """Return the hybrid engine's two methods, and the engine without checksums."""
     plain = HybridEngine(model, receiver, staging_bytes=STAGING, verify="off")
-    verified = HybridEngine(model, receiver, staging_bytes=STAGING, verify="full")
+    verified = HybridEngine(
+        model,
+        receiver,
+        staging_bytes=STAGING,
+        verify="full",
+    )
     return {
         "hybrid_engine": lambda: void(plain.sync()),
         "hybrid_engine_verified": lambda: void(verified.sync()),
@@ -85,12 +91,18 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
     """Return the methods of a case, the parameters that they fill, the hybrid engine, the peers' gatherer."""
     source, _, target = case.partition("-")
     actor = actor_layout(read_layout(source))
-    model = build_model(config, ParallelGroups(actor), dtype=torch.float32, seed=3)
+    model = build_model(
+        config,
+        ParallelGroups(actor),
+        dtype=torch.float32,
+        seed=3,
+    )
 
     # Megatron to Megatron.
     if target.startswith("megatron-"):
         from megatron.core.resharding.refit import swap_model_weights
 
+        # Another seed: the copy's weights differ from the model's until a method has transferred them.
         copy = build_model(
             config,
             ParallelGroups(actor_layout(read_layout(target.removeprefix("megatron-")))),
@@ -103,8 +115,14 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
 
     # Megatron to vLLM: the order of ranks is the one that a run would choose.
     tensor = read_layout(target.partition("x")[0])["tensor"]
-    overlap = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
+    overlap = shared_bytes(
+        pretrained(config).shape,
+        actor,
+        tensor,
+        torch.float32.itemsize,
+    )
     order = best_rank_order(overlap, RANKS, gpus_per_node=len(RANKS))
+    # The folder has no weights: the engine starts with noise, and only needs the configuration.
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)
@@ -120,6 +138,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
 
     methods, hybrid = hybrid_methods(model, engine)
     gatherer = Gatherer(model)
+    # The peers load complete tensors, by vLLM's own loader.
     load = engine._model.load_weights
     for method in (gather_all, per_tensor, bucketed):
         methods[method.__name__] = lambda method=method: method(gatherer, load)
@@ -136,11 +155,21 @@ def maximum_over_ranks(value: int) -> int:
 
 
 @torch.no_grad()
-def main(case: str, repeats: int, quick: bool, result: Path) -> None:
+def main(
+    case: str,
+    repeats: int,
+    quick: bool,
+    result: Path,
+) -> None:
     """Check and measure the methods of a case, and write a JSON file on rank 0."""
     device.initialize()
     shape = {**(QUICK if quick else FULL), "max_position_embeddings": 256}
-    config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **shape)
+    config = Qwen2Config(
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        **shape,
+    )
     methods, parameters, hybrid, gatherer = build(case, config)
 
     # Every method must fill the parameters with the same bits; this pass also builds plans and caches.
@@ -148,11 +177,12 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
     expected = None
     for name, method in methods.items():
         for value in parameters.values():
+            # Overwrite the result of the previous method: one that misses an element must not pass.
             value.fill_(7.0)
         if gatherer is not None:
             gatherer.received = 0
         method()
-        # The hybrid engine's bytes are those of its plan; Megatron's own resharding does not count.
+        # The hybrid engine's plan has its bytes; Megatron's own resharding counts none.
         received = 0
         if gatherer is not None:
             received = gatherer.received
@@ -171,6 +201,7 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
         if name not in ("core_resharding", "mbridge"):
             metrics[name]["bytes_received_max"] = [maximum_over_ranks(received)]
         if name.startswith("hybrid"):
+            # The number of messages follows from the plan and the staging memory.
             transfers = schedule(hybrid.plan, STAGING)
             metrics[name]["messages_max"] = [transfers.messages_per_rank]
             metrics[name]["peers_max"] = [max(hybrid.plan.peers.values(), default=0)]
@@ -180,6 +211,7 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
     for _ in range(repeats):
         for name, method in methods.items():
             dist.barrier()
+            # From barrier to barrier: a transfer lasts as long as its slowest rank.
             start = time.perf_counter()
             method()
             dist.barrier()
@@ -192,4 +224,9 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])), Path(sys.argv[4]))
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        bool(int(sys.argv[3])),
+        Path(sys.argv[4]),
+    )

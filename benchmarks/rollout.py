@@ -50,7 +50,12 @@ DRAWS = 40
 """Simulated draws of the lengths of one replica's work; of more replicas fewer."""
 
 
-def log_normal(prompts: int, median: int, limit: int, seed: int) -> list[list[int]]:
+def log_normal(
+    prompts: int,
+    median: int,
+    limit: int,
+    seed: int,
+) -> list[list[int]]:
     """Return the lengths of the responses to each prompt, which have a long tail."""
     generator = random.Random(seed)
     # A prompt has a mean length of its own, around which its samples vary.
@@ -61,7 +66,11 @@ def log_normal(prompts: int, median: int, limit: int, seed: int) -> list[list[in
     ]
 
 
-def measured(folder: Path, replicas: int, lengths: Sequence[list[list[int]]]) -> dict[str, Any]:
+def measured(
+    folder: Path,
+    replicas: int,
+    lengths: Sequence[list[list[int]]],
+) -> dict[str, Any]:
     """Sample with real engines, one on each rank, in turns of these lengths; raises ChildFailed."""
     say("rollout", f"{replicas} replicas, {len(lengths)} turns of {len(lengths[0])} prompts")
     result = folder / f"{replicas}.json"
@@ -71,7 +80,11 @@ def measured(folder: Path, replicas: int, lengths: Sequence[list[list[int]]]) ->
     return json.loads(result.read_text())
 
 
-def record(report: Report, replicas: int, turns: Mapping[str, Sequence[tuple[float, float, int]]]) -> None:
+def record(
+    report: Report,
+    replicas: int,
+    turns: Mapping[str, Sequence[tuple[float, float, int]]],
+) -> None:
     """Record the orders of one number of replicas; one that waits for others is idle meanwhile."""
     case = f"{replicas} replicas, measured"
     seconds = {name: [slowest for slowest, *_ in values] for name, values in turns.items()}
@@ -111,7 +124,13 @@ def record_simulation(
             ("continuous", lengths, ROWS),
             ("continuous, lengths known", longest_first, ROWS),
         ):
-            completed = simulate(order_lengths, replicas, ROWS, max_in_flight, cost)
+            completed = simulate(
+                order_lengths,
+                replicas,
+                ROWS,
+                max_in_flight,
+                cost,
+            )
             orders.setdefault(order, []).append(completed[-1][0])
             bounds.setdefault(order, []).append(bound)
 
@@ -123,10 +142,23 @@ def record_simulation(
 
     for order, values in orders.items():
         ratio = paired_ratio(values, bounds[order])
-        report.add(f"{replicas} replicas, simulated", order, "seconds", "s", values, ratio)
+        report.add(
+            f"{replicas} replicas, simulated",
+            order,
+            "seconds",
+            "s",
+            values,
+            ratio,
+        )
     pairs = zip(orders["continuous"], orders["lockstep"], strict=True)
     ratios = [continuous / lockstep for continuous, lockstep in pairs]
-    report.add(f"{replicas} replicas, simulated", "continuous", "over lockstep's", "", ratios)
+    report.add(
+        f"{replicas} replicas, simulated",
+        "continuous",
+        "over lockstep's",
+        "",
+        ratios,
+    )
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -151,6 +183,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         )
         replica_counts = REAL_REPLICAS[:2] if options.quick else REAL_REPLICAS
         for replicas in replica_counts:
+            # Both orders get the same lengths in a turn, so that only the order differs.
             turns = [log_normal(GROUPS * replicas, median, limit, turn) for turn in range(repeats)]
             try:
                 measurement = measured(Path(name), replicas, turns)

@@ -45,11 +45,20 @@ def train(
     # The report is the last file that a run writes.
     if (run / "report.html").is_file():
         return run
+
     folder.mkdir(parents=True, exist_ok=True)
     if command:
         prepare(command, HERE.parent, **names)
+
     values = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(text.format(**names) for text in overrides)]
-    torchrun(["-m", "megatron_rl", "train", str(config), *values], ranks, 1, folder / "output.log", TIMEOUT)
+    torchrun(
+        ["-m", "megatron_rl", "train", str(config), *values],
+        ranks,
+        1,
+        folder / "output.log",
+        TIMEOUT,
+    )
+
     return run
 
 
@@ -116,7 +125,9 @@ def main() -> int:
 
     warn_if_busy("seeds")
     report = Report("seeds")
+    # Configurations and overrides may come in any order.
     overrides = [text for text in options.words if "=" in text]
+    # Absolute paths: a run may start in another folder.
     configs = [Path(text).resolve() for text in options.words if "=" not in text]
     default_seeds = "1-3" if options.quick else "1-10"
     seeds = seeds_of(options.seeds or default_seeds)
@@ -128,7 +139,14 @@ def main() -> int:
         for seed in seeds:
             folder = options.folder.resolve() / f"{config.stem}-{seed}"
             try:
-                run = train(config, seed, folder, options.prepare, ranks, overrides)
+                run = train(
+                    config,
+                    seed,
+                    folder,
+                    options.prepare,
+                    ranks,
+                    overrides,
+                )
             except ChildFailed as error:
                 report.fail(f"{config.stem}, seed {seed}: {error}")
                 continue
@@ -146,7 +164,13 @@ def main() -> int:
         for name in names:
             values = [result[name] for result in results]
             unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
-            report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)
+            report.add(
+                config.stem,
+                name,
+                "accuracy" if unit == "share" else name,
+                unit,
+                values,
+            )
             report.note(f"{config.stem}: {name} {mean_and_spread(values)}")
     return report.finish(options.json)
 

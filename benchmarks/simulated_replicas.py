@@ -52,7 +52,12 @@ def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict
         sampling=(SamplingParameters(max_response_tokens=limit),) * count,
     )
     groups = tuple(start_groups(waiting_groups(prompts), samples, seed=1, version=0))
-    generation_round = GenerationRound(groups, (True,) * count, count, version=0)
+    generation_round = GenerationRound(
+        groups,
+        (True,) * count,
+        count,
+        version=0,
+    )
 
     rows = (length for group in lengths for length in group)
     seeds = (sequence.seed for _, sequence in generation_round.unfinished)
@@ -65,7 +70,11 @@ class EndedEngine:
     ``steps`` counts the steps of the engine below.
     """
 
-    def __init__(self, engine: Any, lengths: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        lengths: Mapping[int, int],
+    ) -> None:
         self._engine = engine
         self._lengths = lengths
         self.steps = 0
@@ -181,7 +190,12 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
     return (times[1] - times[0]) * 2 / steps
 
 
-def full(lengths: Sequence[Sequence[int]], replicas: int, rows: int, cost: Cost) -> float:
+def full(
+    lengths: Sequence[Sequence[int]],
+    replicas: int,
+    rows: int,
+    cost: Cost,
+) -> float:
     """Return the seconds of the work by engines that are full all the time."""
     # The number of rows with the least seconds per token.
     fastest = min(cost(busy) / busy for busy in range(1, rows + 1))

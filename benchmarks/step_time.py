@@ -76,6 +76,7 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
     choices = our_choices(available)
     data_parallel = choices[0]
     one_process = choices[-1]
+    # TRL has no token budget: its micro-batches have a fixed number of rows.
     rows = work.rows // data_parallel.processes
 
     # A machine of one core has one choice.
@@ -112,13 +113,24 @@ def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, 
 class Bench:
     """Methods of this benchmark on one work, with the folder of their files."""
 
-    def __init__(self, folder: Path, work: Workload, repeats: int, report: Report) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        work: Workload,
+        repeats: int,
+        report: Report,
+    ) -> None:
         self.folder = folder
         self.work = work
         self.repeats = repeats
         self.report = report
 
-    def ours(self, choice: Choice, work: Workload, steps: int) -> list[Mapping[str, float]]:
+    def ours(
+        self,
+        choice: Choice,
+        work: Workload,
+        steps: int,
+    ) -> list[Mapping[str, float]]:
         """Train with the command that users call; return the metrics of each of ``steps`` but the first."""
         say("step_time", f"megatron_rl, {choice}, {steps} steps of {work.rows} samples")
         # Every run has its own files, so that a failure can be examined.
@@ -127,10 +139,22 @@ class Bench:
         run = self.folder / f"run{number}"
         config.write_text(configuration(work, self.folder, run, steps, {}))
         command = ["-m", "megatron_rl", "train", str(config)]
-        torchrun(command, choice.processes, choice.threads, self.folder / f"run{number}.log", 1800)
+        torchrun(
+            command,
+            choice.processes,
+            choice.threads,
+            self.folder / f"run{number}.log",
+            1800,
+        )
+        # The first step warms up: kernels compile, and memory is allocated.
         return read_metrics(run / "metrics.jsonl")[1:]
 
-    def trl(self, choice: Choice, work: Workload, steps: int) -> dict[str, Any]:
+    def trl(
+        self,
+        choice: Choice,
+        work: Workload,
+        steps: int,
+    ) -> dict[str, Any]:
         """Train ``steps`` steps with TRL; return its result without the first step."""
         say("step_time", f"TRL, {choice}, {steps} steps of {work.rows} samples")
         result = self.folder / "trl.json"
@@ -150,13 +174,25 @@ class Bench:
             options.append("--continuous-batching")
 
         command = [str(HERE / "trl_worker.py"), str(self.folder), str(result), *options]
-        torchrun(command, choice.processes, choice.threads, self.folder / "trl.log", 1800, TRL_PYTHON)
+        torchrun(
+            command,
+            choice.processes,
+            choice.threads,
+            self.folder / "trl.log",
+            1800,
+            TRL_PYTHON,
+        )
 
-        # Lists have a value per step; the versions are no list.
+        # Lists have a value per step, of which the first is dropped; the versions are a dictionary.
         metrics = json.loads(result.read_text())
         return {name: value[1:] if isinstance(value, list) else value for name, value in metrics.items()}
 
-    def best(self, system: str, choices: Sequence[Choice], seconds: Any) -> Choice:
+    def best(
+        self,
+        system: str,
+        choices: Sequence[Choice],
+        seconds: Any,
+    ) -> Choice:
         """Return the fastest choice on a smaller batch; ``seconds(choice, work)`` of a step."""
         if len(choices) == 1:
             return choices[0]
@@ -183,20 +219,42 @@ class Bench:
         )
         return self.rates([step["time/step"] for step in steps], [step["response/length"] for step in steps])
 
-    def rates(self, seconds: Sequence[float], lengths: Sequence[float]) -> dict[str, list[float]]:
+    def rates(
+        self,
+        seconds: Sequence[float],
+        lengths: Sequence[float],
+    ) -> dict[str, list[float]]:
         """Return samples and response tokens per second: lengths are drawn anew by each, so both count."""
 
         samples = [self.work.rows / value for value in seconds]
         tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]
         return {"samples/s": samples, "response tokens/s": tokens}
 
-    def measure_trl(self, choice: Choice, our_rates: Mapping[str, Sequence[float]]) -> None:
+    def measure_trl(
+        self,
+        choice: Choice,
+        our_rates: Mapping[str, Sequence[float]],
+    ) -> None:
         """Record TRL's step, and the ratios of rates, which are ours over TRL's."""
         metrics = self.trl(choice, self.work, self.repeats + 1)
         method = f"TRL, {choice}"
         versions = metrics["versions"]
-        self.report.add(self.case, method, "step", "s", metrics["seconds"], peer_versions=versions)
-        self.report.add(self.case, method, "generate", "s", metrics["generate"], peer_versions=versions)
+        self.report.add(
+            self.case,
+            method,
+            "step",
+            "s",
+            metrics["seconds"],
+            peer_versions=versions,
+        )
+        self.report.add(
+            self.case,
+            method,
+            "generate",
+            "s",
+            metrics["generate"],
+            peer_versions=versions,
+        )
 
         self.report.add(
             self.case, method, "response length", "tokens", metrics["length"], peer_versions=versions
@@ -207,11 +265,30 @@ class Bench:
             kind = "TRL with continuous batching"
 
         for name, theirs in self.rates(metrics["seconds"], metrics["length"]).items():
-            self.report.add(self.case, method, name, "1/s", theirs, peer_versions=versions)
+            self.report.add(
+                self.case,
+                method,
+                name,
+                "1/s",
+                theirs,
+                peer_versions=versions,
+            )
+            # Steps of separate jobs have no neighbours to pair, hence a ratio of medians.
             ratio = statistics.median(our_rates[name]) / statistics.median(theirs)
-            self.report.add(self.case, f"megatron_rl, against {kind}", name, "1/s", our_rates[name], ratio)
+            self.report.add(
+                self.case,
+                f"megatron_rl, against {kind}",
+                name,
+                "1/s",
+                our_rates[name],
+                ratio,
+            )
 
-    def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
+    def measure_learn(
+        self,
+        choice: Choice,
+        layout: Mapping[str, int],
+    ) -> None:
         """Record our learn phase and the bare Megatron-Core steps, on half the rows."""
         # Half the rows, since these are repeated twice as often.
         work = replace(self.work, prompts=self.work.prompts // 2)
@@ -223,7 +300,13 @@ class Bench:
         config.write_text(configuration(work, self.folder, self.folder / "learn", 1, dict(layout)))
         command = [str(HERE / "learn_worker.py"), str(config), str(result)]
         command += ["--work", json.dumps(asdict(work)), "--repeats", str(2 * self.repeats)]
-        torchrun(command, choice.processes, choice.threads, self.folder / "learn.log", 1800)
+        torchrun(
+            command,
+            choice.processes,
+            choice.threads,
+            self.folder / "learn.log",
+            1800,
+        )
 
         measurement = json.loads(result.read_text())
         seconds = measurement["seconds"]
@@ -240,7 +323,7 @@ class Bench:
                 ratio = paired_ratio(our_times, theirs)
             else:
                 ratio = statistics.median(our_times) / statistics.median(theirs)
-            self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio)
+            (self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio),)
             self.report.add(case, peer, "train step per token", "µs", theirs)
 
         comparison = "one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
@@ -279,11 +362,17 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def make_trl() -> None:
     """Make TRL's environment unless it exists; raises ChildFailed."""
+    # TRL has an environment of its own, since its versions of libraries differ from these.
     if subprocess.run([str(HERE / "make_trl_venv.sh")]).returncode:
         raise ChildFailed("TRL's environment could not be made: run benchmarks/make_trl_venv.sh to see why")
 
 
-def measure(bench: Bench, quick: bool, excluded: Sequence[str], continuous: bool) -> None:
+def measure(
+    bench: Bench,
+    quick: bool,
+    excluded: Sequence[str],
+    continuous: bool,
+) -> None:
     """Run all parts but the ``excluded``; a failure of one is reported and does not stop the others."""
     available = cores()
     choices = our_choices(available)
@@ -291,6 +380,7 @@ def measure(bench: Bench, quick: bool, excluded: Sequence[str], continuous: bool
     if "step" not in excluded:
         if quick:
             choices = choices[:1]
+        # Two steps: the first one warms up, the second one ranks the choices.
         choice = bench.best("megatron_rl", choices, lambda c, work: bench.ours(c, work, 2)[-1]["time/step"])
         our_rates = bench.measure_ours(choice)
 
@@ -347,7 +437,12 @@ def main() -> int:
 
         bench = Bench(folder, work, options.repeats or 2, report)
         try:
-            measure(bench, options.quick, excluded, options.continuous_batching)
+            measure(
+                bench,
+                options.quick,
+                excluded,
+                options.continuous_batching,
+            )
         except ChildFailed as error:
             report.fail(str(error))
 

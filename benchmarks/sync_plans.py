@@ -29,6 +29,7 @@ from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.weights.plan import build_plan, schedule
 
 MODELS = HERE.parent / "configs/models"
+# As in machines with eight H100.
 RANKS_PER_NODE = 8
 STAGING = HybridEngineConfig.staging_bytes
 CLUSTER = "H100-80GB"
@@ -63,11 +64,19 @@ def measure(name: str, case: Case, report: Report) -> None:
 
     # Once more with the clock, without the layouts: in a run each rank computes only its own.
     nodes = {rank: rank // RANKS_PER_NODE for rank in actor.ranks}
+    # Processor time: other work on the machine does not change it.
     start = time.process_time()
     schedule(build_plan(plan.sources, plan.destinations, nodes), STAGING)
     cpu_seconds = time.process_time() - start
 
-    summary = summarise(plan, RANKS_PER_NODE, STAGING, load_constants(), [CLUSTER])
+    # Nothing is transferred: the planner's constants predict the seconds.
+    summary = summarise(
+        plan,
+        RANKS_PER_NODE,
+        STAGING,
+        load_constants(),
+        [CLUSTER],
+    )
     values = {
         "peers_max": (summary.peers_most, "ranks"),
         "messages_max": (summary.messages_most, "messages"),
@@ -86,7 +95,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        default=list(CASES),
+        metavar="CASE",
+        help=", ".join(CASES),
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 

@@ -58,6 +58,7 @@ class Case:
 
     def shape_of(self, path: str) -> ModelShape:
         """Return the shape of a model by its path, or of a shipped one of the same name."""
+        # The path may only exist on a cluster: then a shipped config.json of the same name is used.
         folders = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
         folder = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         return load_shape(str(folder or path))
@@ -69,7 +70,13 @@ class Case:
         stats: RunStats | None = None,
     ) -> RunStep:
         """Predict one step on a GPU."""
-        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), stats)
+        return predict_run(
+            self.config,
+            constants,
+            gpu,
+            role_shapes(self.config, self.shape_of),
+            stats,
+        )
 
 
 def read_case(path: str, overrides: Sequence[str]) -> Case:
@@ -85,16 +92,32 @@ def read_case(path: str, overrides: Sequence[str]) -> Case:
     return Case(Path(path).stem, report.valid(), memory, shipped)
 
 
-def add_prediction(report: Report, case: Case, step: RunStep) -> None:
+def add_prediction(
+    report: Report,
+    case: Case,
+    step: RunStep,
+) -> None:
     """Record a predicted step."""
     method = f"predicted, {case.config.gpu}"
     report.add(case.name, method, "step", "s", [step.total])
     for phase in PHASES:
         if step.seconds[phase]:
             report.add(case.name, method, phase, "s", [step.seconds[phase]])
-    add_rates(report, case, method, [step], [{**step.seconds, "step": step.total}])
+    add_rates(
+        report,
+        case,
+        method,
+        [step],
+        [{**step.seconds, "step": step.total}],
+    )
     for phase, size in case.memory.items():
-        report.add(case.name, method, f"memory {phase}", "GB per process", [size / 1e9])
+        report.add(
+            case.name,
+            method,
+            f"memory {phase}",
+            "GB per process",
+            [size / 1e9],
+        )
 
 
 def add_rates(
@@ -114,14 +137,32 @@ def add_rates(
         # Without a known GPU there is no peak.
         utilizations.append(step.utilization(times) if step.peak_flops else {})
 
-    # A phase that the first step does not have, no step has.
-    report.add(case.name, method, "tokens/s per process, step", "tokens/s", step_rates)
+    # All steps have the phases of the first one.
+    report.add(
+        case.name,
+        method,
+        "tokens/s per process, step",
+        "tokens/s",
+        step_rates,
+    )
     for phase in phase_rates[0]:
         values = [rates[phase] for rates in phase_rates if phase in rates]
-        report.add(case.name, method, f"tokens/s per process, {phase}", "tokens/s", values)
+        report.add(
+            case.name,
+            method,
+            f"tokens/s per process, {phase}",
+            "tokens/s",
+            values,
+        )
     for phase in utilizations[0]:
         values = [utilization[phase] for utilization in utilizations if phase in utilization]
-        report.add(case.name, method, f"FLOPs / peak, {phase}", "share", values)
+        report.add(
+            case.name,
+            method,
+            f"FLOPs / peak, {phase}",
+            "share",
+            values,
+        )
 
 
 def add_measurement(
@@ -150,16 +191,29 @@ def add_measurement(
         # The peak of another machine is no reference.
         steps = [replace(step, peak_flops=0.0) for step in steps]
     add_rates(report, case, method, steps, seconds)
+    # Memory metrics depend on device and phases: record all that the run has written.
     for name in sorted({key for line in lines for key in line if key.endswith("peak_bytes")}):
         values = [line[name] / 1e9 for line in lines if name in line]
-        report.add(case.name, method, name.removesuffix("_bytes").replace("memory/", "memory "), "GB", values)
+        report.add(
+            case.name,
+            method,
+            name.removesuffix("_bytes").replace("memory/", "memory "),
+            "GB",
+            values,
+        )
     if gpu is not None:
         add_prediction(report, case, case.predict(gpu, constants, run_stats(case.config, lines)))
 
 
-def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> None:
+def launch(
+    path: str,
+    overrides: Sequence[str],
+    world: int,
+    folder: Path,
+) -> None:
     """Train on this host in ``world`` processes, or in this process of a job that is launched already."""
     command_line = ["train", path, *overrides, f"run_dir={folder}"]
+    # Under a launcher this process is one rank of the run already.
     if "WORLD_SIZE" in os.environ:
         from megatron_rl.cli.main import main as command
 
@@ -169,7 +223,13 @@ def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> Non
 
     # As many threads for each rank as leave no core idle.
     log = folder.parent / f"{folder.name}.log"
-    torchrun(["-m", "megatron_rl", *command_line], world, max(1, cores() // world), log, 24 * 3600.0)
+    torchrun(
+        ["-m", "megatron_rl", *command_line],
+        world,
+        max(1, cores() // world),
+        log,
+        24 * 3600.0,
+    )
 
 
 def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
@@ -274,6 +334,7 @@ def measure(
     # One step more, which warms up.
     overrides = [*QUIET, f"steps={steps + 1}", *overrides]
     case = read_case(path, overrides)
+    # The option has precedence over the configuration.
     gpu = options.gpu or case.config.gpu
     if options.run is not None:
         add_measurement(report, case, options.run, gpu, constants)

@@ -53,7 +53,12 @@ class Workload:
         return 1.0 / (self.mean_share * self.max_response_tokens)
 
 
-def digit_share(prompt: str, response: str, ground_truth: Any, metadata: Any = None) -> float:
+def digit_share(
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    metadata: Any = None,
+) -> float:
     """Return the share of a response's characters that are the answer's last digit."""
     return response.count(str(ground_truth)[-1]) / max(len(response), 1)
 
@@ -137,7 +142,11 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
     return model
 
 
-def _strength(constant: Any, other_logits: Any, probability: float) -> float:
+def _strength(
+    constant: Any,
+    other_logits: Any,
+    probability: float,
+) -> float:
     """Return the weight at which the end token has ``probability`` on average, by bisection."""
     import torch
 
@@ -173,6 +182,7 @@ def configuration(
         "rollout": {"temperature": 1.0, "max_response_tokens": work.max_response_tokens},
         "checkpoint": {"every": steps + 1, "export": False, "resume": "never"},
     }
+
     # JSON is YAML.
     return json.dumps(tree, indent=1)
 

@@ -14,9 +14,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Algorithm as Algorithm
     from megatron_rl.algorithms import get_algorithm as get_algorithm
+    from megatron_rl.algorithms.losses import PolicyLoss as PolicyLoss
+    from megatron_rl.algorithms.losses import TokenLoss as TokenLoss
+    from megatron_rl.algorithms.losses import fields_of as fields_of
+    from megatron_rl.algorithms.losses import log_ratio as log_ratio
+    from megatron_rl.algorithms.objectives import sft_objective as sft_objective
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
+    from megatron_rl.config.sampling_profiles import sampling_profile as sampling_profile
     from megatron_rl.config.schema import RunConfig as RunConfig
+    from megatron_rl.config.setting import setting as setting
     from megatron_rl.distributed.groups import ParallelGroups as ParallelGroups
     from megatron_rl.environments.agent import AgentEnvironment as AgentEnvironment
     from megatron_rl.environments.environment import Environment as Environment
@@ -51,6 +58,7 @@ PUBLIC = {
     "ParallelGroups": "megatron_rl.distributed.groups",
     "ParallelLayout": "megatron_rl.shapes.layout",
     "ParallelModel": "megatron_rl.megatron.model",
+    "PolicyLoss": "megatron_rl.algorithms.losses",
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
     "Run": "megatron_rl.trainer.dataflow",
@@ -58,13 +66,19 @@ PUBLIC = {
     "Sampler": "megatron_rl.rollout.engines.base",
     "Scores": "megatron_rl.types",
     "StepEnvironment": "megatron_rl.environments.environment",
+    "TokenLoss": "megatron_rl.algorithms.losses",
     "TrainBatch": "megatron_rl.types",
     "Truncated": "megatron_rl.environments.environment",
     "WeightStore": "megatron_rl.rollout.engines.base",
     "build_model": "megatron_rl.megatron.model",
     "check_config": "megatron_rl.check.configuration",
+    "fields_of": "megatron_rl.algorithms.losses",
     "get_algorithm": "megatron_rl.algorithms",
     "load_config": "megatron_rl.config.load",
+    "log_ratio": "megatron_rl.algorithms.losses",
+    "sampling_profile": "megatron_rl.config.sampling_profiles",
+    "setting": "megatron_rl.config.setting",
+    "sft_objective": "megatron_rl.algorithms.objectives",
 }
 
 

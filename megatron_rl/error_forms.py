@@ -17,9 +17,9 @@ from megatron_rl.errors import UserError, first_line, nearest, neighbours
 def unknown_choice(
     path: str, value: Any, choices: Sequence[str], *, otherwise: str = "choose one of them, or remove it"
 ) -> UserError:
-    """Return the error of a key whose value is not one of its choices, with the nearest one suggested.
+    """Return the error for a key whose value is not one of its choices, with the nearest one suggested.
 
-    ``otherwise`` is the fix where none of them is near.
+    ``otherwise`` is the fix if no choice is close.
 
     Example:
         >>> print(unknown_choice("rollout.engine", "vlm", ["vllm", "torch"]))
@@ -40,12 +40,12 @@ def unknown_choice(
 
 
 def out_of_range(path: str, value: Any, expected: str, *, fix: str | None = None) -> UserError:
-    """Return the error of a key whose value has the right type but is out of bounds."""
+    """Return the error for a key whose value has the right type but is out of bounds."""
     return UserError(f"`{path}` is out of range", where=path, expected=expected, got=repr(value), fix=fix)
 
 
 def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
-    """Return the error of a value that has an effect only under a condition that does not hold.
+    """Return the error for a value that has an effect only under a condition that does not hold.
 
     Example:
         >>> print(requires("actor.lora.dropout", 0.1, "lora.rank of 1 or more", got="0", fix="set lora.rank"))
@@ -59,19 +59,19 @@ def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> Us
     return UserError(message, where=path, expected=condition, got=got, fix=fix)
 
 
-def exclusive(path: str, other: str, reason: str, *, fix: str | None = None) -> UserError:
-    """Return the error of two keys that are both set where at most one of them can take effect."""
+def exclusive(path: str, second_path: str, reason: str, *, fix: str | None = None) -> UserError:
+    """Return the error for two keys that are both set where at most one of them can take effect."""
     return UserError(
-        f"`{path}` and `{other}` exclude each other: {reason}",
+        f"`{path}` and `{second_path}` exclude each other: {reason}",
         where=path,
-        expected=f"`{path}` or `{other}`",
+        expected=f"`{path}` or `{second_path}`",
         got="both",
-        fix=fix or f"remove one of `{path}` and `{other}`",
+        fix=fix or f"remove one of `{path}` and `{second_path}`",
     )
 
 
 def does_not_divide(path: str, size: int, total: int, noun: str, *, fix: str | None = None) -> UserError:
-    """Return the error of a ``size`` that does not divide a ``total`` of ``noun``.
+    """Return the error for a ``size`` that does not divide a ``total`` of ``noun``.
 
     Example:
         >>> print(does_not_divide("actor.layout.tensor", 3, 32, "attention heads"))
@@ -85,7 +85,7 @@ def does_not_divide(path: str, size: int, total: int, noun: str, *, fix: str | N
 
 
 def not_installed(package: str, path: str, *, purpose: str, fix: str) -> UserError:
-    """Return the error of a setting that needs a package which cannot be imported here."""
+    """Return the error for a setting that needs a package which cannot be imported here."""
     return UserError(
         f"{package} is not installed",
         where=path,
@@ -96,7 +96,7 @@ def not_installed(package: str, path: str, *, purpose: str, fix: str) -> UserErr
 
 
 def missing_file(file: Path, *, where: str, expected: str, fix: str | None = None) -> UserError:
-    """Return the error of a file or folder that does not exist, with what its parent folder has instead."""
+    """Return the error for a file or folder that does not exist, with what its parent folder has instead."""
     return UserError(
         f"{file.name} does not exist", where=where, expected=expected, got=neighbours(file), fix=fix
     )
@@ -105,7 +105,7 @@ def missing_file(file: Path, *, where: str, expected: str, fix: str | None = Non
 def unreadable_file(
     noun: str, file: Path, error: BaseException, *, expected: str, fix: str | None = None
 ) -> UserError:
-    """Return the error of a file that exists and cannot be opened, decoded or parsed.
+    """Return the error for a file that exists and cannot be opened, decoded or parsed.
 
     ``noun`` names the file with its article ("the model's config.json"); ``expected`` is its format.
     """

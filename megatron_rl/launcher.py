@@ -25,6 +25,9 @@ _CHECK_SECONDS = 1.0
 # Seconds for which other ranks wait for rank 0 to print its errors, before they print their own.
 PATIENCE = 8.0
 
+# Seconds between the turns of a machine's ranks to print an error that rank 0 does not have.
+_TURN_SECONDS = 2.0
+
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
 
 LOOPBACK = "127.0.0.1"
@@ -205,14 +208,15 @@ def report_errors(error: UserError) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
 
-        # The first rank of a machine prints for all ranks of the machine.
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return
+        # The first rank of a machine prints for all its ranks that have the error. The launcher ends them
+        # while they wait for their turn, unless the ranks before them do not have it.
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if local_rank.isdecimal():
+            time.sleep(_TURN_SECONDS * int(local_rank))
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
 
     print("\n".join(numbered(single_errors(error), "error")), file=sys.stderr, flush=True)
-    if rank == 0:
-        _write_summary(error)
+    _write_summary(error)
 
 
 def _write_summary(error: UserError) -> None:

@@ -67,9 +67,9 @@ class Metrics:
     def of_tensors(
         cls, sums: Mapping[str, tuple[Any, Any]], maxima: Mapping[str, Any] = MappingProxyType({})
     ) -> Metrics:
-        """Return metrics of tensors [], in float64; those of a device are not read.
+        """Return metrics of scalar tensors in float64, which stay on their device.
 
-        To read them would make the host wait for every kernel launched before.
+        A copy to the host would wait for every kernel launched before.
         """
         return cls(
             {name: (_scalar(total), _scalar(weight)) for name, (total, weight) in sums.items()},
@@ -100,20 +100,20 @@ class Metrics:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Return a tensor [] as a float on a host, in float64 on a device."""
+    """Convert a scalar tensor to float64: to a float if it is on the host, else on its device."""
     value = value.detach().double()
     if value.is_cpu:
         return value.item()
     return value
 
 
-def _larger(value: Scalar, other: Scalar) -> Scalar:
+def _larger(first: Scalar, second: Scalar) -> Scalar:
     """Return the larger scalar, on the device if one of them is."""
-    if not isinstance(other, int | float):
-        return other.clamp(min=value)
-    if not isinstance(value, int | float):
-        return value.clamp(min=other)
-    return max(value, other)
+    if not isinstance(second, int | float):
+        return second.clamp(min=first)
+    if not isinstance(first, int | float):
+        return first.clamp(min=second)
+    return max(first, second)
 
 
 def merge(sources: Iterable[Metrics]) -> Metrics:

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+BANNED = -1e30
+"""Bias of a token that is never sampled: finite, so that JSON and products with a slope of 0 can hold it."""
+
 
 class SamplingParameters(NamedTuple):
     """Sampling parameters of one prompt's responses.
@@ -37,14 +40,55 @@ class SamplingParameters(NamedTuple):
     """Token ids that end the response."""
     min_p: float = 0.0
     """Smallest probability relative to the most likely token; 0 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value that is added to its logit before the temperature), `BANNED` for a banned token."""
+    min_response_tokens: int = 0
+    """Tokens after the prompt among which no stop token is sampled; 0 is off."""
+
+    repetition_penalty: float = 1.0
+    """Divisor of positive logits, and factor of others, of tokens in the prompt or the response; 1 is off."""
+    presence_penalty: float = 0.0
+    """Value that is subtracted from the logits of the response's tokens; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Value that is subtracted from a token's logit for each occurrence in the response; 0 is off."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts of several tokens that end the response; see `rollout.stopping`."""
+
+    # New fields come last: checkpoints have the values in order, and older ones lack the last.
+    no_repeat_ngram_size: int = 0
+    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether earlier tokens of a row change its logits."""
+        counts = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return counts or self.repetition_penalty != 1
+
+    @property
+    def has_rules(self) -> bool:
+        """Return whether a rule changes logits before the temperature and the filters."""
+        has_bans = self.min_response_tokens > 0 or self.no_repeat_ngram_size > 0
+        return bool(self.logit_bias) or has_bans or self.has_penalties
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""
         return self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
+class LogitRules(NamedTuple):
+    """Rules that changed the logits of one row, and the part of the row that counts as its prompt.
+
+    Example: ``LogitRules(SamplingParameters(logit_bias=((17, -2.0),)), prompt_tokens=8)``.
+    """
+
+    sampling: SamplingParameters
+    """Sampling parameters of the row, with the rules."""
+    prompt_tokens: int
+    """Number of tokens before the first token of the response."""
+
+
 FINISH_STOP = 0
-"""The response ended with a stop token."""
+"""The response ended with a stop token, or with a token that completes a stop text."""
 FINISH_LENGTH = 1
 """The response reached ``max_response_tokens``, or the episode its last turn."""
 FINISH_FAILED = 2
@@ -205,7 +249,7 @@ class _Rows:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Any]):
-        """Concatenate batches; a tensor field that is None in one of them must be None in all."""
+        """Concatenate batches; a tensor field must be set in all of them or in none."""
         changes: dict[str, Any] = {}
         for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
             values = [getattr(batch, name) for batch in batches]
@@ -305,6 +349,8 @@ class Rollouts(_Rows):
     """[B] int64, length limit of each row in tokens, see `limited_counts`; None without a limit."""
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None without an environment."""
+    rules: tuple[LogitRules | None, ...] | None = None
+    """B rules that changed the logits before sampling, None for rows without; None if no row has any."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -313,7 +359,7 @@ class Rollouts(_Rows):
     ROW_FIELDS = (
         "lengths", "group", "finish_reason", "policy_version", "temperature", "max_response_tokens",
     )  # fmt: skip
-    TUPLE_FIELDS = ("outcomes",)
+    TUPLE_FIELDS = ("outcomes", "rules")
 
 
 @dataclass(frozen=True)
@@ -407,6 +453,8 @@ class TrainBatch(_Rows):
     """[N, layers, k] int16, as in `Rollouts`."""
     position: Tensor | None = None
     """[B] int64, index of the row among all rows of the step."""
+    rules: tuple[LogitRules | None, ...] | None = None
+    """As in `Rollouts`."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
@@ -415,6 +463,7 @@ class TrainBatch(_Rows):
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")
+    TUPLE_FIELDS = ("rules",)
 
 
 @dataclass(frozen=True)

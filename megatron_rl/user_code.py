@@ -150,7 +150,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
 
 
 def missing_file(location: str, key: str, noun: str = "file") -> UserError:
-    """Return the error of a Python file that does not exist."""
+    """Return the error for a Python file that does not exist."""
     return UserError(
         f"the {noun} {location} does not exist",
         where=key,
@@ -173,9 +173,26 @@ def load_path(path: str, key: str) -> Any:
     in the user's code.
     """
     location, _, name = path.rpartition(":")
+    module = import_user_module(location, key)
+
+    if not hasattr(module, name):
+        public = [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        close = nearest(name, public)
+        raise UserError(
+            f"{location} has no {name!r}",
+            where=key,
+            expected="a name that it defines",
+            got=path,
+            fix=f"did you mean {close!r}?" if close else f"define {name} there",
+        )
+    return getattr(module, name)
+
+
+def import_user_module(location: str, key: str) -> ModuleType:
+    """Import ``module`` or ``file.py``; raises UserError, also for an exception in the user's code."""
     require_file(location, key)
     try:
-        module = load_module(location)
+        return load_module(location)
     # The user's module may raise any exception, or be a script that exits.
     except (Exception, SystemExit) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == location.partition(".")[0]
@@ -190,15 +207,3 @@ def load_path(path: str, key: str) -> Any:
             got=f"{type(error).__name__}: {error}",
             fix=fix,
         ) from error
-
-    if not hasattr(module, name):
-        public = [attribute for attribute in vars(module) if not attribute.startswith("_")]
-        close = nearest(name, public)
-        raise UserError(
-            f"{location} has no {name!r}",
-            where=key,
-            expected="a name that it defines",
-            got=path,
-            fix=f"did you mean {close!r}?" if close else f"define {name} there",
-        )
-    return getattr(module, name)

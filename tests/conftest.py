@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import select
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from tests import browser, nccl_rules
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Folder with the stand-in of Transformer Engine, for PYTHONPATH."""
+# A launch on a busy machine takes minutes, but a hang must end before the test session does.
 LAUNCH_SECONDS = 300.0
 # Containers often set it; each process that a test starts would then compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -95,6 +98,7 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
         text=True,
         start_new_session=True,
     )
+
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException as error:
@@ -104,6 +108,28 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
         stdout, stderr = process.communicate()
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{_tail(stdout)}\n{_tail(stderr)}")
     return Launch(process.returncode, stdout, stderr)
+
+
+def run_forked(work: Callable[[], None], timeout: float = 120.0) -> Launch:
+    """Run ``work`` in a process of its own that has imported what this one has; see `run_bounded`."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder) / name for name in ("stdout", "stderr")]
+        for stream in streams:
+            stream.touch()
+
+        def become_worker() -> None:
+            for descriptor, stream in enumerate(streams, start=1):
+                os.dup2(os.open(stream, os.O_WRONLY), descriptor)
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", closefd=False) for descriptor in (1, 2))
+            work()
+
+        process = multiprocessing.get_context("fork").Process(target=become_worker)
+        process.start()
+        process.join(timeout)
+        process.kill()  # nothing where it has ended
+        process.join()
+        assert process.exitcode is not None
+        return Launch(process.exitcode, *(stream.read_text() for stream in streams))
 
 
 def _end_processes(process: int, patience: float = 10.0) -> None:
@@ -116,8 +142,11 @@ def _end_processes(process: int, patience: float = 10.0) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process)
         processes = [launcher, *launcher.children(recursive=True)]
+
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGTERM)
+
+    # Ranks that handle SIGTERM have time to end; the others are killed.
     _, alive = psutil.wait_procs(processes, timeout=patience)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,9 +163,9 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks: those of tests/distributed, and the users of the fixtures above.
+    """Mark the tests that start ranks: tests/distributed, and all users of the fixtures above.
 
-    Some tests of tests/distributed read what the ranks of another test of their file wrote. Without a
+    Some tests of tests/distributed read files of the ranks of another test in the same module. Without a
     browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
@@ -171,16 +200,24 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[DESELECTED] = names
 
 
+LONGEST = "tests/distributed/test_family_commands.py"
+"""File of several minutes, which would leave the other processes idle if it began last."""
+
+
 class Schedule(LoadFileScheduling):
     """Assignment of test files to processes: the first takes them from the end, others from the start.
 
     Files that start ranks are last, so one of them runs at a time while other files remain, which use the
-    time in which ranks start, write and wait.
+    time in which ranks start, write and wait. The first process begins with `LONGEST`.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
+        # The first process takes the last file of the queue, which starts ranks.
         if node is self.nodes[0]:
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            file = next(reversed(self.workqueue))
+            if LONGEST in self.workqueue:
+                file = LONGEST
+            self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 
 
@@ -200,8 +237,9 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Keep one process from which trials of Megatron's settings are forked; return the command of a trial."""
-    server, address = ROOT / "tests/trial_server.py", tmp_path_factory.mktemp("trials") / "socket"
+    """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
+    server = ROOT / "tests/trial_server.py"
+    address = tmp_path_factory.mktemp("trials") / "socket"
     process = subprocess.Popen(
         [sys.executable, str(server), "serve", str(address)],
         env=launch_environment(),
@@ -209,7 +247,9 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
         stdout=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
+    # The server prints the line when its socket accepts connections.
     assert process.stdout.readline() == b"ready\n"
+    # Without `site`: the client needs the standard library alone, and starts at once.
     yield [sys.executable, "-S", str(server), "ask", str(address)]
     process.stdin.close()
     process.wait()
@@ -217,13 +257,13 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
 
 @pytest.fixture
 def forked_trials(trial_server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `check` in this process have Megatron validate settings in processes that start at once."""
+    """Make `check` in this process validate Megatron's settings in forked processes, which start at once."""
     monkeypatch.setattr(megatron_settings, "TRIAL_COMMAND", trial_server)
 
 
 @pytest.fixture(scope="module")
 def functions_load_once() -> Iterator[None]:
-    """Let `check` in this process load an unchanged function once per module.
+    """Make `check` in this process load an unchanged function only once per module.
 
     Each loading is a contained process of its own: a fifth of a second, for each of hundreds of
     configurations with the same reward function.
@@ -232,6 +272,7 @@ def functions_load_once() -> Iterator[None]:
     results: dict[object, list[UserError]] = {}
 
     def load_once(config: RewardConfig, *arguments: object) -> list[UserError]:
+        # The key contains the sources: a test that edits its reward function gets it loaded again.
         folder = Path((config.function or "").partition(":")[0]).parent.resolve()
         sources = [(file.name, file.read_bytes()) for file in sorted(folder.glob("*.py"))]
         key = repr((config, arguments, folder, sources, contained_process.LOAD_SECONDS))
@@ -249,7 +290,12 @@ def torchrun() -> Callable[..., Launch]:
     """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see `Launcher`."""
 
     def start(
-        script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+        script: str,
+        ranks: int,
+        arguments: list[str],
+        timeout: float,
+        module: bool,
+        env: dict[str, str],
     ) -> Launch:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -320,12 +366,19 @@ class RankServer:
     """
 
     def __init__(self, folder: Path, *packages: Path) -> None:
-        self._folder, self._packages = folder, packages
+        self._folder = folder
+        self._packages = packages
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(
-        self, script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+        self,
+        script: str,
+        ranks: int,
+        arguments: list[str],
+        timeout: float,
+        module: bool,
+        env: dict[str, str],
     ) -> Launch:
         """Run one launch and return its result."""
         if self._process is None:
@@ -337,14 +390,19 @@ class RankServer:
                 stdout=subprocess.PIPE,
                 bufsize=0,  # select does not see data in Python's buffer
             )
+
         server = self._process
         assert server.stdin is not None and server.stdout is not None
+
+        # Each launch has files of its own: a late rank must not write into the next launch's files.
         self._launches += 1
         streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
         for stream in streams:
             stream.touch()
+
         calls = self._folder / f"{self._launches}_calls"
         calls.mkdir()
+
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         order = {
             "script": script,
@@ -356,8 +414,11 @@ class RankServer:
             "stderr": str(streams[1]),
             "calls": str(calls),
         }
+
+        # The server replies with the supervisor's process id at once, and with the exit code at the end.
         server.stdin.write(json.dumps(order).encode() + b"\n")
         watcher = int(server.stdout.readline())
+
         late = True
         try:
             late = not select.select([server.stdout], [], [], timeout)[0]
@@ -366,9 +427,12 @@ class RankServer:
             if late:
                 _end_processes(watcher)
             code = int(server.stdout.readline())
+
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
             pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
+
+        # Ranks of a failed launch end at different calls, which breaks no rule.
         broken = nccl_rules.violations(nccl_rules.read(calls)) if code == 0 else []
         shutil.rmtree(calls)
         if broken:

@@ -111,6 +111,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     ),
+    # Sparse attention, which is dense on the rows of tests. Some layers of the second have no indexer.
+    "deepseek-v32": (
+        "DeepseekV32",
+        {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "rope_parameters": YARN_ROPE,
+            "index_topk": 200,
+            "index_head_dim": 72,
+            "index_n_heads": 2,
+        },
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "index_topk": 200,
+            "index_head_dim": 72,
+            "index_n_heads": 2,
+            "indexer_types": ["full", "full", "shared", "full"],
+        },
+    ),
     # Latent attention without compressed queries.
     "deepseek-v2": (
         "DeepseekV2",
@@ -204,7 +245,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Projections that are interleaved by key head; layer 2 is dense.
     "qwen3-next": ("Qwen3Next", DELTA_NETS | SHARED_EXPERT | {"mlp_only_layers": [2]}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
+    # Windows shorter than the test rows, and YaRN that does not round its bounds.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": RESCALING_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0, "eos_token_id": 1}),
+    # Layers with a window rotate by other angles, which are not rescaled as those of YaRN are.
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {**RESCALING_ROPE, "rope_theta": 500000.0},
+            },
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
+    # Queries of positions from 8 on have factors.
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (
         "Qwen3Moe",
@@ -245,6 +342,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "ministral3-vision": (
+        "Mistral3",
+        {"model_type": "ministral3", "tie_word_embeddings": False, **FAMILIES["ministral3"][1]},
+        {
+            "vision_config": SIGLIP_VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2-5-vl": (
         "Qwen2_5_VL",
         {"hidden_size": 128, "rope_parameters": SECTIONS},
@@ -254,6 +359,23 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VL",
         {"head_dim": 32, "rope_parameters": SECTIONS},
         {"vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            # Sizes that show whether experts are stored transposed.
+            "moe_intermediate_size": 96,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
+            "rope_parameters": SECTIONS,
+        },
+        {
+            "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": False,
+        },
     ),
     "qwen3-5-vision": ("Qwen3_5", FAMILIES["qwen3-5"][1], {"vision_config": QWEN_VISION}),
     "qwen3-5-moe-vision": ("Qwen3_5Moe", FAMILIES["qwen3-5-moe"][1], {"vision_config": QWEN_VISION}),
@@ -270,7 +392,18 @@ def save_multimodal(name: str, path: Path, seed: int = 0, **changes: Any) -> Any
     model.set_attn_implementation("eager")
     randomize(model, seed)
     model.save_pretrained(path)
+    if name == "qwen3-vl-moe":
+        transpose_experts(path / "model.safetensors")
     return model
+
+
+def transpose_experts(file: Path) -> None:
+    """Store the experts of each layer [experts, in, out], as Qwen3-VL-MoE is published, or back again."""
+    tensors = load_file(file)
+    for key in tensors:
+        if ".mlp.experts." in key:
+            tensors[key] = tensors[key].transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def config_of(family: str, **changes: Any) -> Any:
@@ -294,22 +427,29 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def randomize(model: Any, seed: int) -> None:
-    """Give every parameter and stored buffer of a model random values."""
+    """Fill every parameter and stored buffer of a model with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             # These buffers are computed from the config, and a checkpoint does not contain them.
             if "rotary" in name or "embed_scale" in name:
                 continue
+
             # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            # Logits of attention sinks as large as scores, so that they take their part of the softmax.
+            elif "sinks" in name:
+                parameter.uniform_(-1.0, 3.0, generator=generator)
+            # Inputs of gpt-oss's activation on both sides of its limits.
+            elif name.endswith("gate_up_proj_bias"):
+                parameter.normal_(std=4.0, generator=generator)
             elif parameter.is_floating_point():
                 parameter.normal_(std=0.1, generator=generator)
 
 
 def use_epsilon_of_config(model: Any) -> None:
-    """Give the norms inside latent attention the epsilon of config.json, as vLLM and Megatron do.
+    """Set the epsilon of the norms inside latent attention from config.json, as vLLM and Megatron do.
 
     transformers 5.19 makes them with the default of their class, 1e-6, whatever config.json says.
     """
@@ -326,7 +466,7 @@ def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
 
 
 def as_kimi_k2(path: Path) -> None:
-    """Give a saved checkpoint of DeepSeek V3 the model type that Kimi-K2 is published with."""
+    """Change a saved checkpoint of DeepSeek V3 to the model type that Kimi-K2 is published with."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
 
@@ -357,7 +497,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_inv") -> None:
-    """Quantise the projections of a saved checkpoint: in blocks, or row by row where the config has none."""
+    """Quantise the projections of a saved checkpoint: in the blocks of ``config``, without any row by row."""
     stored: dict[str, Tensor] = {}
     for name, weight in load_file(path / "model.safetensors").items():
         stored[name] = weight
@@ -368,3 +508,32 @@ def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_
 
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+
+
+def in_four_bits(path: Path, seed: int = 5) -> None:
+    """Replace the experts of a saved gpt-oss by random numbers in mxfp4, as it is published."""
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        # Stored transposed: [experts, outputs, blocks of 32 inputs, bytes of two numbers].
+        experts, inputs, outputs = weight.shape
+        shape = (experts, outputs, inputs // 32)
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+        # Scales around 2 ** -5.
+        stored[f"{name}_scales"] = torch.randint(120, 125, shape, generator=generator).byte()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (path / "config.json").write_text(json.dumps(settings))

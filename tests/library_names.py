@@ -33,7 +33,7 @@ def _syntax(path: Path) -> ast.Module:
 
 
 def module_file(root: Path, module: str) -> Path | None:
-    """Return the file of a module below ``root``; None if there is none."""
+    """Return the file of a module below ``root``; None for an unknown module."""
     path = root / module.replace(".", "/")
     candidates = (path.with_name(path.name + ".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -63,6 +63,7 @@ def module_names(root: Path, module: str) -> frozenset[str]:
     """Return the names that a module below ``root`` defines or imports."""
     file = module_file(root, module)
     names: set[str] = set()
+
     for statement in _statements(_syntax(file).body if file else []):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             names.add(statement.name)
@@ -70,6 +71,7 @@ def module_names(root: Path, module: str) -> frozenset[str]:
             names |= {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom) and file is not None:
             for alias in statement.names:
+                # A star import adds the names of its module.
                 if alias.name == "*":
                     names |= module_names(root, _absolute(file, root, statement))
                 else:
@@ -78,6 +80,7 @@ def module_names(root: Path, module: str) -> frozenset[str]:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for target in targets:
                 names |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
     return frozenset(names)
 
 
@@ -98,8 +101,10 @@ def names_in(files: list[Path], package: str, root: Path) -> set[str]:
     dotted_text = re.compile(re.escape(package) + r"(\.\w+)+")
     names: set[str] = set()
     for file in files:
+        # Most files do not name the package: parsing them would take most of the time.
         if package not in file.read_text(encoding="utf-8"):
             continue
+        # Local name -> dotted module, to resolve attributes of imported modules.
         modules: dict[str, str] = {}
         for node in ast.walk(_syntax(file)):
             if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(package + "."):
@@ -131,6 +136,7 @@ def record(folders: dict[str, Path]) -> None:
     versions = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
     engine_names: set[str] = set()
     for version, folder in folders.items():
+        # Megatron-Core imports Transformer Engine, too: its names are recorded as well.
         if version.startswith("megatron-core=="):
             files = sorted((folder / "megatron/core").rglob("*.py"))
             engine_names |= names_in(files, "transformer_engine", folder)

@@ -162,7 +162,7 @@ class _Recorder:
 
     def _is_on_host(self) -> bool:
         """Return whether the call comes from a function that exchanges host data."""
-        # The frames above are those of `note` and of the patched method; torch's own wrappers add up to six.
+        # `note` and the patched method add frames; torch's own wrappers add up to six.
         frame: Any = sys._getframe(3)
         for _ in range(6):
             if frame is None or frame.f_code in self._on_host:

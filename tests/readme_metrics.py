@@ -11,12 +11,16 @@ PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 WRITTEN_BY = {
     "a run with a warm-up": "eval/ reward/mean reward/valid group/ policy/ kl/ mismatch/ response/ memory/ "
     "throughput/ padding/ reshard/ time/generate time/reward time/score time/learn time/reshard "
-    "time/evaluate time/checkpoint",
+    "time/evaluate time/checkpoint health/",
     "a run whose rewards fail": "reward/invalid_",
     "a run with an environment and a server": "environment/ reward/http/",
     "a run with a judge": "reward/judge/",
     "a run with filters": "filtered/ reward/saved/",
+    "a run that refills": "filtered/refilled",
     "a run of several sources": "reward/mean/ data/",
+    "a run that skips uniform prompts": "curriculum/",
+    "a run with a memory target": "memory/tokens_per memory/pass_",
+    "a run that is short of memory": "memory/split_",
     "a run with a critic": "critic/ reward/component/",
     "a run with a teacher": "kl/teacher",
     "a run of a mixture": "router/",
@@ -27,6 +31,9 @@ WRITTEN_BY = {
     "a run with servers": "rollout/servers rollout/sampled_again",
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
+    "a run with limits of its own": "response/limit/ response/truncated_fraction/",
+    "a run whose temperature changes": "rollout/temperature",
+    "a run with older weights": "staleness/m rollout/version",
 }
 """Description of a run -> prefixes of the metrics that it has to write, separated by spaces."""
 
@@ -48,13 +55,13 @@ def documented() -> list[str]:
 
 
 def _longest_prefix(name: str) -> str:
-    """Return the longest prefix of a metric among those of all runs; empty for a metric of no run."""
-    prefixes = [prefix for words in WRITTEN_BY.values() for prefix in words.split()]
+    """Return the longest of all runs' prefixes that a metric begins with; empty for a metric of no run."""
+    prefixes = [prefix for names in WRITTEN_BY.values() for prefix in names.split()]
     return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
 
 
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the patterns of documented metrics that ``run`` has to write and none of its lines contains."""
+    """Return the documented patterns that ``run`` must write, but that match no metric of its lines."""
     recorded = {name for line in lines for name in line}
     # Only metrics that this run has to write; others depend on its features.
     prefixes = tuple(WRITTEN_BY[run].split())

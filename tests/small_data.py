@@ -21,5 +21,6 @@ def make(folder: Path, size: str = "small") -> Path:
 def shorten(source: Path, target: Path) -> None:
     """Write the first records of a data set to ``target``."""
     with source.open() as lines:
+        # `zip` ends after `RECORDS` lines, or with a shorter file.
         first = [line for line, _ in zip(lines, range(RECORDS), strict=False)]
     target.write_text("".join(first))

@@ -17,9 +17,11 @@ def ask(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(os.fsencode(os.getcwd()) + b"\n" + sys.stdin.buffer.read())
+        # The end of the request, up to which the server reads.
         connection.shutdown(socket.SHUT_WR)
         answer = received(connection)
     sys.stdout.buffer.write(answer)
+    # A trial that raised has sent no answer; its traceback is in the server's standard error.
     sys.exit(not answer)
 
 
@@ -34,11 +36,13 @@ def serve(path: str) -> None:
     warnings.simplefilter("ignore")
     # Without any role it imports all that a trial imports.
     trial.refusals([])
+    # The kernel reaps the forked processes, for which nothing waits.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         print("ready", flush=True)
+        # Standard input becomes readable when the fixture closes it.
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             connection = listener.accept()[0]
             if os.fork() == 0:
@@ -60,15 +64,16 @@ def answer_one(connection: socket.socket) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        # Without the interpreter's shutdown, which would run the server's exit handlers.
         os._exit(0)
 
 
 def received(connection: socket.socket) -> bytes:
     """Return everything until the other side has sent all."""
-    parts = []
-    while part := connection.recv(2**16):
-        parts.append(part)
-    return b"".join(parts)
+    chunks = []
+    while chunk := connection.recv(2**16):
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 if __name__ == "__main__":

@@ -409,7 +409,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
 def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
     """Return whether training fits, and the forward pass of the reference in the same layout."""
     gpus = scenario.train_gpus
-    # Without a layout, whether any fits.
+    # Without a layout, check whether any layout fits.
     if scenario.layout is None:
         try:
             _train_choice(scenario, "actor", batch, gpus, offload_allowed=False)

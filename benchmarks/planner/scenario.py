@@ -99,7 +99,7 @@ class Scenario:
     @property
     def machine(self) -> Machine:
         """Return the complete cluster."""
-        # Absent numbers are those of the GPU's usual machine.
+        # Absent numbers default to the GPU's usual machine.
         section = self.section("cluster")
         gpu = section.get("gpu")
         if gpu is None:
@@ -267,6 +267,7 @@ class Scenario:
     @property
     def sync_method(self) -> str:
         """Return the weight sync method."""
+        # On shared GPUs systems gather complete tensors; between separate GPUs they send planned copies.
         default = "gather_and_load"
         if self.disaggregated:
             default = "planned_peer_to_peer"

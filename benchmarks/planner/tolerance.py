@@ -36,6 +36,7 @@ def _same(predicted: Any, reference: Any) -> bool:
     if isinstance(predicted, bool) or isinstance(reference, bool):
         return predicted is reference
     if isinstance(predicted, int | float) and isinstance(reference, int | float):
+        # Published values have three or four digits.
         return isclose(predicted, reference, rel_tol=1e-3, abs_tol=1e-9)
     if isinstance(predicted, Mapping) and isinstance(reference, Mapping):
         return all(name in predicted and _same(predicted[name], value) for name, value in reference.items())

@@ -146,7 +146,7 @@ class FunctionAdvantage(Advantage):
 class NoRewards(Advantage):
     """Advantage 0 of every token: nothing is learned from rewards, and a run needs none.
 
-    For algorithms of which another piece is the signal, such as distillation.
+    For algorithms whose training signal is another piece, such as distillation.
 
     Source: none; the gradient of a constant reward with itself as baseline.
 
@@ -244,7 +244,7 @@ class Grpo(GroupAdvantage):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a scale that nothing is divided by."""
+        """Yield the error for ``scale_over`` without a division by the standard deviation."""
         if self.scale_over != "group" and not self.scale_by_std:
             yield requires(
                 f"{path}.scale_over",
@@ -262,6 +262,7 @@ class Grpo(GroupAdvantage):
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
+                # All rows as one group: its deviation is that of the step.
                 one_group = torch.zeros_like(inputs.group)
                 count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
             scale = torch.where(count > 1, std, 1) + self.epsilon

@@ -155,6 +155,7 @@ class Algorithm:
 
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces: key -> piece."""
+        # The name, the summary and the length limit are fields too, and no pieces.
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
@@ -192,6 +193,7 @@ class Algorithm:
         """Yield an error for each piece that changes the total reward, which the estimator does not read."""
         name = type(self.advantage).__name__
 
+        # Each of these would silently do nothing, so it is an error and not a warning.
         if self.kl.in_reward:
             yield UserError(
                 f"{name} does not read the reward that a KL penalty is subtracted from",

@@ -80,7 +80,7 @@ class Correction(Piece):
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors of the band, of the rejection measures, and of settings that exclude each other."""
+        """Yield errors for the band, for the rejection measures, and for settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -144,13 +144,13 @@ class Correction(Piece):
         if self.level != "none":
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
-            token_weights, inside = _masked_in(weights.double(), mask)
+            token_weights, counted = _masked_in(weights.double(), mask)
             # Limited are weights at the threshold, or outside the band, which sets them to 0.
             limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 limited = token_weights == 0
-            sums["is_weight"] = (torch.where(inside, token_weights, 0).sum(), count)
-            sums["is_limited_fraction"] = ((limited & inside).sum(), count)
+            sums["is_weight"] = (torch.where(counted, token_weights, 0).sum(), count)
+            sums["is_limited_fraction"] = ((limited & counted).sum(), count)
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
@@ -243,6 +243,7 @@ def rejection_mask(
         "k3": torch.expm1(log_rho) - log_rho,
     }
 
+    # Each measure is computed over all masked-in tokens, so the order of the measures does not matter.
     accepted = mask.clone()
     for measure, limit in measures.items():
         if measure not in REJECTION_MEASURES:
@@ -263,11 +264,13 @@ def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, 
         [-0.6931, 0.6931]
     """
     if kind == "k1":
+        # A single number is the band that is symmetric in log space.
         if isinstance(limit, int | float):
             limit = (1 / limit, limit)
         low, high = limit
         return math.log(low), math.log(high)
 
+    # k2 and k3 are at least 0, so they have no lower bound.
     if not isinstance(limit, int | float):
         raise ValueError(f"{kind} takes one upper threshold, got {limit!r}")
     return -math.inf, float(limit)
@@ -300,6 +303,7 @@ def batch_normalized(
         has_tokens = ragged.row_sums(mask.double(), lengths) > 0
         values = ragged.masked_row_means(weights.double(), mask, lengths)[has_tokens]
 
+    # Weights that are all 0 (each ratio outside the band) have no scale.
     mean = values.mean()
     if not float(mean):
         return weights
@@ -321,12 +325,13 @@ def _reduce_rows(
     elif reduction == "seq_mean":
         row_values = ragged.masked_row_means(divergence, mask, lengths)
     else:
+        # Only k2 and k3 are maximised: they are at least 0, so the 0 outside the mask never wins.
         row_values = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
     return ragged.broadcast_rows(row_values, lengths, len(mask))
 
 
 def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
-    """Yield the error of an unknown rejection measure, or of its threshold."""
+    """Yield the error for an unknown rejection measure, or for its threshold."""
     if measure not in REJECTION_MEASURES:
         suggestion = nearest(measure, REJECTION_MEASURES)
         fix = "name one of them"
@@ -406,16 +411,17 @@ def mismatch_metrics(
 
     # Mean difference of each row with a response token, for the perplexity ratio.
     has_tokens = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
-    row_mean, row_inside = _masked_in(ragged.masked_row_means(difference, mask, lengths), has_tokens)
+    row_mean, row_counted = _masked_in(ragged.masked_row_means(difference, mask, lengths), has_tokens)
     ppl_ratio = (-row_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
-    d, inside = _masked_in(difference, mask)
+    # Outside the mask d is 0, which adds nothing to a sum of d; rho is 1 there and needs the mask.
+    d, counted = _masked_in(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
 
     count = mask.sum()
-    rho_sum = torch.where(inside, rho, 0).sum()
-    square_sum = torch.where(inside, rho**2, 0).sum()
+    rho_sum = torch.where(counted, rho, 0).sum()
+    square_sum = torch.where(counted, rho**2, 0).sum()
     ess = (rho_sum / count) ** 2 / (square_sum / count)
     sums = {
         "abs_diff": (d.abs().sum(), count),
@@ -424,18 +430,18 @@ def mismatch_metrics(
         "chi2": ((rho**2 - 1).sum(), count),
         # Not a sum over tokens: weight it by their number, so that merging averages it over batches.
         "ess": (ess * count, count),
-        "ppl_ratio": (torch.where(row_inside, ppl_ratio, 0).sum(), row_inside.sum()),
-        "token_mult_prob_error": (torch.where(inside, prob_error, 0).sum(), count),
+        "ppl_ratio": (torch.where(row_counted, ppl_ratio, 0).sum(), row_counted.sum()),
+        "token_mult_prob_error": (torch.where(counted, prob_error, 0).sum(), count),
     }
     named_sums = {f"mismatch/{name}": pair for name, pair in sums.items()}
     return Metrics.of_tensors(named_sums, {"mismatch/max_diff": d.abs().max()})
 
 
 def _masked_in(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values with a mask of those that count.
+    """Return values with a mask of the values to count.
 
-    On the host these are the values of ``mask`` alone. On a device all values are returned: the number of
-    those that a boolean index selects would have to be read from it.
+    On the host only the masked-in values are returned. On a device all values are, with ``mask``: a boolean
+    index has a result of unknown size, which the host would wait for.
     """
     if mask.is_cpu:
         return values[mask], torch.ones_like(mask[mask])

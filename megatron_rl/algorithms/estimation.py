@@ -120,6 +120,8 @@ def train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
         support_sizes=rollouts.support_sizes,
         support=rollouts.support,
         experts=rollouts.experts,
+        rules=rollouts.rules,
+        # Row in the step's batch, so that results of the shuffled mini-batches can be put back in order.
         position=torch.arange(len(rollouts)),
     )
 
@@ -129,7 +131,7 @@ def old_policy_log_probs(
     scores: Scores,
     algorithm: Algorithm,
 ) -> Tensor | None:
-    """Return the old policy's log-probs [N], as ratios, KL penalty, its metric and its controller use them.
+    """Return the old policy's log-probs [N], for ratios and for the KL penalty, its metric and controller.
 
     With `Correction.bypass` these are the engine's; otherwise the trainer's, None until a pass computes them.
     """
@@ -161,6 +163,7 @@ def old_policy_metrics(
         log_probs = old_policy_log_probs(rollouts, scores, algorithm)
         assert log_probs is not None
         kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
+        # Sum in float64: a float32 sum over a long batch loses terms near 0.
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
     return metrics
@@ -236,9 +239,10 @@ def _entropy_mask(
     if scores.entropy is None:
         raise ValueError("Scores.entropy is missing, which algorithm.policy_loss.top_entropy must know")
 
-    chosen = top_entropy_tokens(scores.entropy, mask, share)
-    threshold = float(scores.entropy[chosen].min())
-    return chosen, Metrics.of({"policy/entropy_threshold": threshold})
+    # Selected over the step: a quantile of each mini-batch would depend on the split.
+    selected = top_entropy_tokens(scores.entropy, mask, share)
+    threshold = float(scores.entropy[selected].min())
+    return selected, Metrics.of({"policy/entropy_threshold": threshold})
 
 
 def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
@@ -289,6 +293,8 @@ def _distill(
     log_probs = old_log_probs.double()
     teacher_log_probs = scores.teacher_log_probs.double()
     term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
+
+    # k1 estimate of KL(actor || teacher), whatever the coefficient of the term.
     difference = (log_probs - teacher_log_probs)[mask]
     return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))
 
@@ -364,6 +370,7 @@ def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tens
 
     For an algorithm with a greedy baseline, the greedy response's reward must be finite too.
     """
+    # A row fails alone: the other samples of its prompt stay comparable.
     valid = scores.valid & (rollouts.finish_reason != FINISH_FAILED) & scores.rewards.isfinite()
 
     if algorithm.needs_greedy_baseline:
@@ -455,6 +462,8 @@ def _response_metrics(
 
     lengths = batch.response_counts[valid].double()
     truncated = (rollouts.finish_reason == FINISH_LENGTH)[valid]
+
+    # Response tokens before and after rejection and the overlong filter.
     token_count = int(batch.response_counts.sum())
     train_count = int(batch.response_mask.sum())
 

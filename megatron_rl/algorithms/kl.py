@@ -115,7 +115,7 @@ class KlPenalty(Kl):
         return self.controller == "adaptive"
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors of ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
+        """Yield errors for ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
         if self.coef_max is None:
             return
 
@@ -334,6 +334,7 @@ def adapt_kl_coef(
             fix="raise horizon, the number of rows over which the coefficient may change by a fifth",
         )
 
+    # Clipped, so that the noise of one step's KL cannot move the coefficient far.
     relative_error = kl / target - 1
     proportional = min(max(relative_error, -MAX_ADAPTATION), MAX_ADAPTATION)
     coef = coef * (1 + proportional * rows / horizon)

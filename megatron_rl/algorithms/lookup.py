@@ -13,11 +13,12 @@ from typing import Any
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.load import to_plain
 from megatron_rl.config.other_names import UnknownName
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
-from megatron_rl.config.source import describe
+from megatron_rl.config.source import describe, one_line
 from megatron_rl.errors import UserError, UserErrors, nearest, single_errors
 from megatron_rl.user_code import load_path
 
@@ -32,8 +33,89 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     return get_algorithm(
         config.algorithm.name,
         explicit_pieces,
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.response_limit,
     )
+
+
+def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
+    """Write the pieces of an algorithm with all their settings into its configuration.
+
+    Returns the configuration, which constructs the same algorithm, and by key the reasons of the pieces that
+    the user did not choose. The value function's pieces are left out without a critic, and so is a piece of a
+    user's `Algorithm` that has neither a name nor settings.
+    """
+    section = config.algorithm
+    changes: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for key, piece in algorithm.pieces().items():
+        if key.startswith("value_") and not algorithm.needs_critic:
+            continue
+
+        explicit = getattr(section, key)
+        value = _plain_piece(piece, KINDS[key], explicit)
+        if value is not None:
+            changes[key] = value
+        # A piece that the user chose keeps the origin of that choice.
+        if explicit is None and value is not None:
+            reasons[f"algorithm.{key}"] = f"algorithm.name={section.name}"
+    return replace(config, algorithm=replace(section, **changes)), reasons
+
+
+def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
+    """Return a piece as a configuration writes it: its name, or a mapping of name and settings.
+
+    ``explicit`` is the value that the user wrote. None for a piece without a name and without settings.
+    """
+    name = _piece_name(piece, kind, explicit)
+    settings: dict[str, Any] = {}
+    for item in fields(piece):
+        if is_setting(item):
+            settings[item.name] = to_plain(getattr(piece, item.name))
+
+    # The shortest form that constructs the same piece again.
+    if not settings:
+        return name
+    if name is None:
+        return settings
+    return {"name": name, **settings}
+
+
+def piece_text(value: Any) -> str:
+    """Return a piece of a resolved configuration on one line.
+
+    Example:
+        >>> piece_text({"name": "ppo_clip", "clip_low": 0.2, "dual_clip": None})
+        'ppo_clip: clip_low 0.2, dual_clip null'
+    """
+    if value is None:
+        return "its own"
+    if not isinstance(value, Mapping):
+        return str(value)
+
+    settings = {name: one_line(setting) for name, setting in value.items() if name != "name"}
+    text = ", ".join(f"{name} {setting}" for name, setting in settings.items())
+    name = value.get("name")
+    if name is None:
+        return text
+    return f"{name}: {text}"
+
+
+def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
+    """Return the user's path of a piece or a name of its class; None for a piece of a user's Algorithm."""
+    explicit_name = explicit
+    if isinstance(explicit, Mapping):
+        explicit_name = explicit.get("name")
+    if isinstance(explicit_name, str):
+        return explicit_name
+
+    # Several names may share a class, such as the corrections: prefer the one with the same settings.
+    for name, candidate in kind.named.items():
+        if candidate == piece:
+            return name
+    for name, candidate in kind.named.items():
+        if type(candidate) is type(piece):
+            return name
+    return None
 
 
 def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
@@ -107,6 +189,8 @@ def _load_algorithm(name: str) -> Algorithm:
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
+
+    # A path separates its file or module from the name in it by a colon.
     if ":" not in name:
         raise _unknown_name("algorithm", name, ALGORITHMS, key)
 
@@ -198,6 +282,7 @@ def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserEr
     if not isinstance(error, UnknownName):
         return error
 
+    # Most likely the user took the setting from the documentation of another piece.
     pieces_with_setting = [
         name
         for name, candidate in kind.named.items()
@@ -225,7 +310,7 @@ def _unknown_name(
     table: Mapping[str, Any],
     key: str,
 ) -> UserError:
-    """Return the error of a name that is not in a table, with the nearest name as the fix."""
+    """Return the error for a name that is not in a table, with the nearest name as the fix."""
     suggestion = nearest(str(name), table)
     fix = "choose one of these"
     if suggestion:
@@ -244,12 +329,14 @@ def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piec
 
     ``path`` names the object in errors; ``key`` is the configuration's key that it was written at.
     """
+    # A piece has its settings already; a class gets them from the configuration.
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
         _check_class(value, kind, path, key)
         return value
 
+    # A function has no settings and no requirements, so only some kinds accept one.
     arguments = ", ".join(kind.arguments)
     if not callable(value) or kind.of_function is None:
         or_function = "" if kind.of_function is None else f" or a function({arguments})"

@@ -422,6 +422,8 @@ class ClippedValueLoss(ValueLoss):
             old_values - self.clip,
         )
         clipped_error = (clipped_values - returns) ** 2
+
+        # The larger error: clipping removes the incentive to move far, and never hides an error.
         loss = self.coef * torch.maximum(unclipped_error, clipped_error)
         return TokenLoss(loss, {"clip_fraction": clipped_error > unclipped_error})
 
@@ -592,10 +594,12 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """
     candidates = torch.nonzero(mask).squeeze(-1)
     count = max(int(share * len(candidates)), 1)
+
+    # Stable, so that every rank selects the same of several tokens with equal entropy.
     order = torch.argsort(entropy[candidates], descending=True, stable=True)
-    chosen = torch.zeros_like(mask)
-    chosen[candidates[order[:count]]] = True
-    return chosen
+    selected = torch.zeros_like(mask)
+    selected[candidates[order[:count]]] = True
+    return selected
 
 
 def off_policy_sequence_mask(

@@ -160,6 +160,7 @@ def _corrected_loss(
     elif micro.correction is not None:
         loss = loss * micro.correction
 
+    # Off-policy sequence masking: bad responses that the policy has left behind.
     delta = policy_loss.opsm_delta
     if delta is not None:
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
@@ -174,6 +175,7 @@ def _corrected_loss(
         loss = torch.where(on_policy, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~on_policy}
 
+    # Tokens below the entropy quantile of `PolicyLoss.top_entropy`.
     if micro.policy_mask is not None:
         loss = torch.where(micro.policy_mask, loss, 0)
     return TokenLoss(loss, indicators), metrics
@@ -200,6 +202,7 @@ def _bypass_correction(
     if not correction.active:
         return None, metrics
 
+    # A rejected token stays in the denominators, which were fixed for the complete mini-batch.
     weights, accepted, correction_metrics = correction.correct(log_probs, rollout_log_probs, *rows)
     loss_weights = accepted.to(log_probs.dtype)
     if weights is not None:
@@ -216,6 +219,7 @@ def _policy_shift_metrics(
     if micro.old_log_probs is None or not len(log_probs):
         return Metrics()
 
+    # The ratio is clamped as in the losses, so that its metric stays finite.
     log_ratio = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
     max_ratio = log_ratio.max().clamp(max=MAX_LOG_RATIO).exp()
     sums = {"policy/kl": (-log_ratio.sum(), token_count)}

@@ -191,6 +191,7 @@ def reward_model_objective(
     ``values`` [N] are the reward model's outputs with gradient; a response's reward is the output at its last
     response token. Every row must have one.
     """
+    # The output at the last token alone has seen the complete response.
     micro = micro.to(values.device)
     rewards = mask_tokens(values, micro.response_mask)[_last_tokens(micro)]
     chosen_rewards, rejected_rewards = _split_pairs(rewards)
@@ -216,6 +217,7 @@ def _split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pair_weights(micro: TrainBatch) -> Tensor:
     """Add up the loss weights of a pair's two rows, each constant over its tokens: [P], 1 in total."""
+    # The weight is the same on all tokens of a row, so the last one's is the row's.
     chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_tokens(micro)])
     return chosen_weights + rejected_weights
 
@@ -236,6 +238,7 @@ def _pair_metrics(
     rejected_rewards: Tensor,
 ) -> Metrics:
     """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``."""
+    # On the device like the sums, so that merging the metrics does not read it.
     pair_count = torch.tensor(len(weights), device=weights.device)
     sums = {
         "loss": (total, weights.sum()),

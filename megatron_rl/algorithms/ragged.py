@@ -57,6 +57,7 @@ def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         >>> masked_row_means(values, mask, torch.tensor([2, 1])).tolist()
         [1.5, 0.0]
     """
+    # where, not a product: values outside the mask may be NaN or infinite.
     counts = row_sums(mask.to(values.dtype), lengths)
     sums = row_sums(torch.where(mask, values, 0), lengths)
     return sums / counts.clamp(min=1)
@@ -69,6 +70,7 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
         >>> last_masked_token(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
         [1, -1]
     """
+    # -1 is below every position, so a token outside the mask never is the maximum of a row with others.
     last = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
     positions = torch.arange(len(mask), device=mask.device)
     masked_positions = torch.where(mask, positions, -1)

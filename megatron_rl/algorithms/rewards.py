@@ -80,7 +80,7 @@ class RewardShaping(Piece):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a lower bound above the upper one."""
+        """Yield the error for a lower bound above the upper one."""
         low = self.clip_low
         high = self.clip_high
         if low is not None and high is not None and low > high:
@@ -172,7 +172,7 @@ class Overlong(Piece):
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a buffer longer than the piece's own limit."""
+        """Yield the error for a buffer longer than the piece's own limit."""
         if self.limit is not None:
             yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 
@@ -246,6 +246,7 @@ class Imitation(Piece):
 
     def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
         """Compute the weight of every token [N] of a mini-batch: ``coef`` over the number of marks."""
+        # Without a good response the weights are 0: the clamp only keeps 0 / 0 from being NaN.
         good = (marks > 0) & mask
         return good.float() * self.coef / good.sum().clamp(min=1)
 

@@ -16,7 +16,7 @@ _KEY = "callbacks"
 
 
 def callback_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of callbacks that cannot be loaded or have none of `METHODS`."""
+    """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`."""
     for path in config.callbacks:
         try:
             load_callback(path)
@@ -25,26 +25,31 @@ def callback_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def load_callback(path: str) -> type:
-    """Return the class of a callback, ``file.py:Class`` or ``module:Class``.
+    """Load the class of a callback from ``file.py:Class`` or ``module:Class``.
 
-    Raises UserError for anything but a class with one of `METHODS`, and for a method that is never called.
+    Raises UserError for any object but a class with at least one of `METHODS`, and for a class with another
+    method ``on_...``, which the run would never call.
     """
-    found = load_path(path, _KEY)
-    names = [name for name in dir(found) if name.startswith("on_")]
-    unknown = [name for name in names if name not in METHODS]
-    if isinstance(found, type) and names and not unknown:
-        return found
+    callback = load_path(path, _KEY)
 
+    # A misspelled method would silently do nothing.
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    uncalled = [name for name in names if name not in METHODS]
+    if isinstance(callback, type) and names and not uncalled:
+        return callback
+
+    got = f"{type(callback).__name__} without any of them"
     fix = "define at least one of these methods in a class without arguments"
-    if unknown:
-        close = nearest(unknown[0], METHODS)
-        fix = f"rename {unknown[0]}"
+    if uncalled:
+        got = ", ".join(uncalled)
+        fix = f"rename {uncalled[0]}"
+        close = nearest(uncalled[0], METHODS)
         if close:
             fix += f" to {close}"
     raise UserError(
         f"{path} is not a callback",
         where=_KEY,
         expected=f"a class with methods among {', '.join(METHODS)}",
-        got=", ".join(unknown) or f"{type(found).__name__} without any of them",
+        got=got,
         fix=fix,
     )

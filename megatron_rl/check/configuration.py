@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.algorithms.lookup import with_pieces
 from megatron_rl.check.data import DatasetStats
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
@@ -40,7 +41,12 @@ from megatron_rl.check.model.megatron_settings import (
     check_optimizer,
     check_routing,
 )
-from megatron_rl.check.packages import check_attention, logging_errors, missing_packages
+from megatron_rl.check.packages import (
+    check_attention,
+    logging_errors,
+    missing_packages,
+    split_unimported,
+)
 from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
@@ -49,6 +55,7 @@ from megatron_rl.check.sizes import (
     check_layout,
     check_lengths,
     check_memory,
+    check_memory_target,
     check_world,
     smallest_valid_world,
     with_gpu_memory,
@@ -75,6 +82,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
+from megatron_rl.config.token_budget import estimated_tokens
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.launcher import process_rank
@@ -109,7 +117,7 @@ class CheckReport:
         models: Role -> config.json of its model.
         memory: Memory of each rank in each phase.
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
-        records: Number of training records, None where they were not counted.
+        records: Number of training records, None if they were not counted.
         data_stats: Statistics of the data sets that were read.
         algorithm: The constructed algorithm, None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
@@ -157,6 +165,8 @@ class _Check:
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
         accelerator: Defaults that the run has because it is on accelerators.
+        elsewhere: Whether packages of this machine decide nothing, since the run will be on others.
+        derived: Reasons of values that are derived before the rules, by key.
     """
 
     config: RunConfig
@@ -167,6 +177,8 @@ class _Check:
     invalid: set[str] = field(default_factory=set)
     tree: Section = field(default_factory=Section)
     accelerator: tuple[AppliedDefault, ...] = ()
+    elsewhere: bool = False
+    derived: dict[str, str] = field(default_factory=dict)
 
     def add(self, errors: Iterable[UserError]) -> None:
         """Record errors, except about values at or below an invalid key."""
@@ -214,12 +226,13 @@ def check_file(
     *,
     training: bool = False,
     without_files: bool = False,
+    elsewhere: bool = False,
 ) -> CheckReport:
     """Load and check a configuration file, on each rank of a job; arguments as for `check_config`.
 
     ``training`` also waits longer for Megatron's answer. Raises UserErrors if the file cannot be read at all.
     """
-    loaded = load(Path(path), overrides)
+    loaded = load(Path(path), overrides, weights=training)
 
     # Models that ship with a configuration are in `models`, in its folder or one level up.
     folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
@@ -233,6 +246,7 @@ def check_file(
         world_size,
         training=training,
         without_files=without_files,
+        elsewhere=elsewhere,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),
         patience=patience,
     )
@@ -244,6 +258,7 @@ def check_config(
     *,
     training: bool = False,
     without_files: bool = False,
+    elsewhere: bool = False,
     shipped_models: Path | None = None,
     patience: float = PATIENCE,
 ) -> CheckReport:
@@ -255,6 +270,8 @@ def check_config(
         training: Whether this is the check at the start of a run, on each of its ranks: files that
             ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
+        elsewhere: Whether the run will be on other machines, so that packages which this one lacks are no
+            errors: those of the run are not reported, and those of the user's code are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
 
@@ -276,15 +293,25 @@ def check_config(
     origins |= megatron_origins
 
     # Single values first: an invalid one hides every rule that would compare it.
-    check = _Check(config, world_size, tree=loaded.tree)
+    check = _Check(config, world_size, tree=loaded.tree, elsewhere=elsewhere)
     check.errors.extend(loaded.errors)
     check.invalid.update(loaded.broken)
     for key, errors in megatron_errors.items():
         check.errors.extend(errors)
         check.invalid.add(key)
     check.refuse(check_values(config))
-    elsewhere = config.gpu is not None and not training
-    trial_keys = _check_megatron_settings(check, elsewhere)
+    check.refuse(check_memory_target(config))
+
+    # The layers of another machine's GPUs decide memory and defaults, and are not those of this machine.
+    on_other_gpus = elsewhere or (config.gpu is not None and not training)
+    if on_other_gpus and config.model.attention is None:
+        with_attention: RunConfig = with_value(config, "model.attention", "transformer_engine")
+        config = with_attention
+        check.config = with_attention
+        check.derived["model.attention"] = (
+            f"gpu={config.gpu}: launch/setup.sh --gpu installs Transformer Engine"
+        )
+    trial_keys = _check_megatron_settings(check, on_other_gpus)
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
@@ -294,7 +321,7 @@ def check_config(
         check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
-    files = Files(prepare=config.prepare, allow_missing=without_files)
+    files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []
@@ -370,11 +397,20 @@ def _check_with_inputs(
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(logging_errors(config))
     # A configuration may be checked on another machine than the run's: a missing package stops the run only.
-    package_errors = [*check_attention(config), *missing_packages(config)]
-    if training:
-        check.errors.extend(package_errors)
-    else:
-        check.warnings.extend(package_errors)
+    if not check.elsewhere:
+        package_errors = list(missing_packages(config))
+        if "model.attention" not in check.derived:
+            package_errors = [*check_attention(config), *package_errors]
+        if training:
+            check.errors.extend(package_errors)
+        else:
+            check.warnings.extend(package_errors)
+
+    # Code that imports a package which only the run's machines have.
+    if check.elsewhere:
+        for errors in (check.errors, inputs.errors):
+            untried, errors[:] = split_unimported(errors)
+            check.warnings.extend(untried)
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
@@ -501,7 +537,7 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
 
 
 def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of a layout that does not fit the shape of its role's model."""
+    """Return the errors for a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
     has_section = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
@@ -561,7 +597,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Return the report, with derived values and plans where the configuration has no errors."""
+    """Return the report; a configuration without errors has derived values and plans."""
     plans = None
     config = check.config
     if not check.errors:
@@ -587,7 +623,7 @@ def _report(
         shape=inputs.shape,
         algorithm=algorithm,
         data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
-        untried=bool(check.untried),
+        untried=bool(check.untried) and not check.elsewhere,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
@@ -611,19 +647,30 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     resolved = resolve(check.config, world, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
+    piece_reasons: dict[str, str] = {}
+    is_constructed = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
+    if algorithm is not None and config.job == TRAIN and (is_constructed or not check.elsewhere):
+        config, piece_reasons = with_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)
-    batch = None
-    if config.job == TRAIN:
-        batch = batch_plan(config, layouts)
     shapes: dict[str, ModelShape] = {}
     models: Mapping[str, Path] = {}
-    memory: list[RankMemory] = []
-    sync = None
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **inputs.shapes}
         models = inputs.models
+    budget_reasons: dict[str, str] = {}
+    if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
+        tokens, reason = estimated_tokens(config, layouts, shapes)
+        check.add(check_memory_target(check.config, tokens))
+        config = with_value(config, "batch.tokens_per_microbatch", tokens)
+        budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"
+    batch = None
+    if config.job == TRAIN:
+        batch = batch_plan(config, layouts)
+    memory: list[RankMemory] = []
+    sync = None
+    if inputs.shape is not None:
         memory = list(memory_plan(config, layouts, shapes, batch))
         if batch is not None and config.rollout.capabilities.in_process:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
@@ -640,7 +687,14 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     check.warnings.extend(memory_warnings)
     return _Plans(
         config=config,
-        reasons={**resolved.reasons, **template_reasons, **gpu_reasons},
+        reasons={
+            **check.derived,
+            **resolved.reasons,
+            **template_reasons,
+            **gpu_reasons,
+            **budget_reasons,
+            **piece_reasons,
+        },
         layouts=layouts,
         batch=batch,
         shapes=shapes,

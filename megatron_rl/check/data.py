@@ -106,7 +106,7 @@ class DataSet:
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
         reader: Reader of its records; it has the key that names the data set, and its fields.
-        limit: Most tokens of a prompt with its response, if there is one; None where that is not available.
+        limit: Most tokens of a prompt with its response, if there is one; None if that is not available.
         limited_by: The key that sets ``limit``.
     """
 
@@ -138,7 +138,7 @@ class DataPreview:
     Attributes:
         first: Values of the first valid record in the one form; of the first record as written if none is
             valid, None for tables that cannot be read here.
-        count: Number of records of the whole data set, None where they were not counted.
+        count: Number of records of the whole data set, None if they were not counted.
         records: The valid records that were read, in the one form.
     """
 
@@ -154,11 +154,11 @@ class DatasetStats:
     Attributes:
         where: The key that names the data set.
         records: Number of records that were read.
-        total: Number of records of the complete data set, None where they were not counted.
+        total: Number of records of the complete data set, None if they were not counted.
         tokenised: Number of records that were tokenised.
         longest: Tokens of the longest tokenised record.
         over: Number of tokenised records with more tokens than ``limit``.
-        limit: Largest valid number of tokens of a record, None where that is not available.
+        limit: Largest valid number of tokens of a record, None if that is not available.
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
@@ -209,6 +209,7 @@ class ReadBudget:
 
     def reserve(self, files: Sequence[Path]) -> int | None:
         """Reserve a data set's bytes in the budget; return the bytes to read, None for all of them."""
+        # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
         size = 0
         for path in files:
             bytes_on_disk = _bytes_on_disk(path)
@@ -261,7 +262,7 @@ def _source_paths(source: DataPath) -> list[Path]:
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, None where all do."""
+    """Return the first path of a source that does not exist, None if all do."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
@@ -301,7 +302,7 @@ def _check_records(
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
 
-    # Prefer a converted record; the raw first record only where none is valid.
+    # Prefer a converted record to the raw first one, which is for data without a valid record.
     if records:
         first = records[0].values
 
@@ -363,10 +364,12 @@ def _read_lines(
 
 
 def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-    """Yield the warning of records whose responses have nothing to learn from."""
+    """Yield a warning about records whose responses give no training signal."""
     fields = data_set.responses
     if not fields:
         return
+
+    # Empty responses, or pairs of equal ones: their loss is 0 or cancels.
     locations = [
         record.where for record in records if is_uninformative(*(record.values[name] for name in fields))
     ]
@@ -380,7 +383,7 @@ def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[Use
 
 
 def _require_parquet(path: Path, setting: str) -> None:
-    """Raise UserError unless a file starts and ends as Parquet does; OSError where it cannot be read."""
+    """Raise UserError unless a file starts and ends as Parquet does; OSError if it cannot be read."""
     with path.open("rb") as stream:
         head = stream.read(4)
         size = path.stat().st_size
@@ -400,7 +403,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, None where one is a table or too large to count."""
+    """Return the number of lines of all files, None if one is a table or too large to count."""
     total = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
@@ -439,7 +442,7 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, None where it cannot be read."""
+        """Return the tokenizer, None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -454,7 +457,7 @@ class TokenCounter:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, None where it cannot be rendered."""
+        """Return the tokens with which the template ends turns, None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -467,7 +470,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the texts that the template renders of conversations, None where it cannot be rendered."""
+        """Return the texts that the template renders of conversations, None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
@@ -486,7 +489,7 @@ class TokenCounter:
 
     @cached_property
     def thoughts_end(self) -> str | None:
-        """Return the tag that closes the thoughts which rendered prompts open; None where they open none."""
+        """Return the tag that closes the thoughts which rendered prompts open; None if they open none."""
         if self.chat is None:
             return None
         with suppress(UserError):
@@ -538,7 +541,7 @@ class TokenCounter:
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-        """Yield the warnings of the first records' rendered texts, and of the template that renders them."""
+        """Yield warnings about the first records' rendered texts, and about their chat template."""
         if self.tokenizer is None or not records:
             return
 
@@ -559,11 +562,11 @@ class TokenCounter:
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.responses and through_template and self.thoughts_end is not None:
-            unended = unclosed_thoughts_warning(
+            warning = unclosed_thoughts_warning(
                 records, data_set.responses, data, self.thoughts_end, data_set.path
             )
-            if unended is not None:
-                yield unended
+            if warning is not None:
+                yield warning
 
         with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
             texts = rendered_prompts(records, data, data_set.path, self.renderer)
@@ -623,7 +626,7 @@ class TokenCounter:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
 
     def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
-        """Return the texts of a record's rows; raises UserError where the template cannot render it.
+        """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
         Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
         template, the texts are the contents of the messages.
@@ -684,7 +687,7 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
 def _too_long_error(
     data_set: DataSet, stats: DatasetStats, location: str, tokens: int, over_long: str
 ) -> UserError:
-    """Return the error of records above the limit; ``location`` and ``tokens`` are of the first of them."""
+    """Return the error for records above the limit; ``location`` and ``tokens`` are of the first of them."""
     fix = f"raise {data_set.limited_by}"
     if over_long == "error":
         fix += ", or set data.over_long=drop"

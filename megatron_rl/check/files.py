@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.config.hub import HubCopy
 from megatron_rl.errors import UserError, neighbours
 
 
@@ -16,6 +17,8 @@ class Files:
     Attributes:
         prepare: Directory -> the command that makes it. While the directory does not exist, a missing file
             below it is collected in ``to_be_made`` and is not an error.
+        hub: Directory -> the copy of the Hugging Face Hub that it will be, which is not complete yet. A
+            missing file below it is collected as well.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
         warnings: Files that are valid but probably a mistake.
@@ -30,6 +33,7 @@ class Files:
     """
 
     prepare: Mapping[str, str] = field(default_factory=dict)
+    hub: Mapping[str, HubCopy] = field(default_factory=dict)
     allow_missing: bool = False
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
@@ -42,7 +46,7 @@ class Files:
         preparation = self._preparation(path)
         if preparation is not None:
             directory, command = preparation
-            if not Path(directory).exists():
+            if directory in self.hub or not Path(directory).exists():
                 self.to_be_made.setdefault(preparation, []).append(f"{path} ({key})")
                 return
             fix = f"make it with: {command}"
@@ -58,20 +62,26 @@ class Files:
 
     def unmade(self) -> list[UserError]:
         """Return one finding for each directory that its command has still to make."""
-        return [
-            UserError(
-                f"{directory} does not exist yet",
-                where="prepare",
-                expected="\n".join(paths),
-                got=f"no directory {directory}",
-                fix=f"run: {command}",
+        findings: list[UserError] = []
+        for (directory, command), paths in self.to_be_made.items():
+            message = f"{directory} does not exist yet"
+            key = "prepare"
+            got = f"no directory {directory}"
+            copy = self.hub.get(directory)
+            if copy is not None:
+                message = f"{copy.name} is not downloaded yet"
+                key = "Hugging Face Hub"
+                got = copy.reason
+            findings.append(
+                UserError(message, where=key, expected="\n".join(paths), got=got, fix=f"run: {command}")
             )
-            for (directory, command), paths in self.to_be_made.items()
-        ]
+        return findings
 
     def _preparation(self, path: Path) -> tuple[str, str] | None:
         """Return the prepared directory that is or contains ``path``, with its command."""
-        for directory, command in self.prepare.items():
+        commands = dict(self.prepare)
+        commands |= {directory: copy.command for directory, copy in self.hub.items()}
+        for directory, command in commands.items():
             root = Path(directory)
             if path == root or root in path.parents:
                 return directory, command

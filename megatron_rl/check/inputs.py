@@ -25,6 +25,7 @@ from megatron_rl.check.model.tokenizer import (
     chat_templates,
     check_tokenizer,
     has_chat_template,
+    rule_token_errors,
     stop_errors,
     token_ids,
 )
@@ -135,7 +136,7 @@ class Inputs:
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of paths that are too long, such as a text in place of the file that holds it.
+    """Yield the errors for paths that are too long, such as a text in place of the path of its file.
 
     Later rules that read files need no guard against such values.
     """
@@ -188,8 +189,10 @@ def _check_models(inputs: Inputs) -> None:
     config = inputs.config
     if inputs.is_valid(_ACTOR_PATH):
         inputs.shape = _check_model(inputs, config.model.path, _ACTOR_PATH)
-        if config.job == TRAIN and inputs.is_valid("rollout.stop", "rollout.sampling_profiles"):
+        sampling = ("stop", "banned_tokens", "logit_bias", "sampling_profiles")
+        if config.job == TRAIN and inputs.is_valid(*(f"rollout.{name}" for name in sampling)):
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
+            inputs.errors.extend(rule_token_errors(Path(config.model.path), config.rollout))
 
     actor = None
     if inputs.shape is not None:
@@ -316,6 +319,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
         key = f"{plan.where}.{name}"
         if path is None or not inputs.is_valid("data.prompt_field", key, *response_keys):
             continue
+
         data = fields_of(inputs.config.data, settings, plan.where)
         reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
         limit = settings.max_row_tokens or longest_row(inputs.config)
@@ -365,7 +369,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         )
         return None
     if not path.is_dir():
-        fix = f"{download_command(str(path))}, or correct the path"
+        fix = f"{download_command(str(path))}, or name it hf://ORGANISATION/NAME, or correct the path"
         files.miss(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
         if shipped is None or not shipped.is_file():
             return None
@@ -396,7 +400,7 @@ def _only_scores(config: RunConfig, section: str) -> bool:
 
 
 def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a policy with a scalar head, or of a reward model without one."""
+    """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family
     if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
@@ -465,7 +469,9 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
 
 def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
-    """Yield the error of a teacher whose tokenizer gives other ids to texts than the actor's."""
+    """Yield the error for a teacher whose tokenizer gives other ids to texts than the actor's."""
+    # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
+    # teacher may have further tokens.
     actor_ids = token_ids(Path(inputs.config.model.path))
     teacher_ids = token_ids(path)
     different = [text for text, number in actor_ids.items() if teacher_ids.get(text) != number]
@@ -531,24 +537,32 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the error of sources of which some go through the chat template and others do not."""
-    uses = {
-        name: inputs.uses_template[key]
-        for name in inputs.config.data.sources
-        if (key := f"data.sources.{name}.path") in inputs.uses_template
-    }
-    for name in uses:
-        first = next(iter(uses))
-        if uses[name] is not uses[first]:
-            yield mixed_templates_error(first, uses[first], name)
+    """Yield the error for sources that differ in whether their prompts go through the chat template.
+
+    Only the first source that differs from the first one of all is reported. Sources that cannot be read have
+    errors of their own.
+    """
+    first_source: str | None = None
+    first_uses_template = False
+    for source in inputs.config.data.sources:
+        uses_template = inputs.uses_template.get(f"data.sources.{source}.path")
+        if uses_template is None:
+            continue
+
+        if first_source is None:
+            first_source = source
+            first_uses_template = uses_template
+        elif uses_template is not first_uses_template:
+            yield mixed_templates_error(first_source, first_uses_template, source)
             return
 
 
 def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the errors of evaluation sets that differ from the training data in using the chat template.
+    """Yield the errors for evaluation sets that differ from the training data in using the chat template.
 
     An environment continues all conversations either with the chat template or as plain text.
     """
+    # Sources among themselves are compared by `_source_template_errors`, so the first one suffices here.
     training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
     if training is None:
         return
@@ -567,7 +581,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 
 def _run_dir_errors(path: Path) -> Iterator[UserError]:
-    """Yield the error of a run folder that cannot be made or written, tried with a temporary folder."""
+    """Yield the error for a run folder that cannot be made or written, tried with a temporary folder."""
     problem = _run_dir_problem(path)
     if problem is not None:
         yield UserError(
@@ -580,7 +594,7 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 
 def _run_dir_problem(path: Path) -> str | None:
-    """Return why a run folder cannot be made at ``path``, None where it can."""
+    """Return why a run folder cannot be made at ``path``, None if it can."""
     existing = path
 
     # Find the nearest existing parent, in which the missing folders would be made.

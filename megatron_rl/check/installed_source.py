@@ -87,7 +87,7 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
 
 
 def table_names(module: str, table: str) -> list[str] | None:
-    """Return the keys of a dict that is a literal in a module's source, None for any other table."""
+    """Return the keys of a dict literal in a module's source; None if the table is anything else."""
     definition, _ = _definition(table, module)
     if not isinstance(definition, ast.Dict):
         return None
@@ -97,7 +97,7 @@ def table_names(module: str, table: str) -> list[str] | None:
 def field_error(
     section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
 ) -> UserError | None:
-    """Return the error of a pass-through setting whose name or type the class ``owner`` does not have."""
+    """Return the error for a pass-through setting whose name or type the class ``owner`` does not have."""
     path = f"{section}.{name}"
     got = f"`{name}: {value}`"
 
@@ -126,7 +126,7 @@ def field_error(
 
 @functools.cache
 def _parse_module(module: str) -> ast.Module:
-    """Return the syntax tree of an installed module; an empty one where it cannot be read."""
+    """Return the syntax tree of an installed module; an empty tree if the module cannot be read."""
     file, missing_module = find_module(module)
     if missing_module is not None or file is None or file.suffix != ".py":
         return ast.Module([], [])

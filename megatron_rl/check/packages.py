@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -20,6 +22,10 @@ GRADERS = {
 """Module of a reward function or an environment -> the package it imports, and our extra that installs it."""
 
 
+_UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+"""Beginning of what user code raises that imports a package which is not installed."""
+
+
 class _Requirement(NamedTuple):
     """A package that the ``value`` of a key needs, and the extra of this project that installs it."""
 
@@ -30,7 +36,7 @@ class _Requirement(NamedTuple):
 
 
 def logging_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of unknown trackers and of a malformed Prometheus address."""
+    """Yield the errors for unknown trackers and for a malformed Prometheus address."""
     logging = config.logging
 
     for name in logging.trackers:
@@ -53,7 +59,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_attention(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of ``model.attention: transformer_engine`` without an installed Transformer Engine."""
+    """Yield the error for ``model.attention: transformer_engine`` without an installed Transformer Engine."""
     if config.model.attention == "transformer_engine" and not has_transformer_engine():
         yield UserError(
             "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
@@ -75,6 +81,24 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
                 purpose=requirement.value,
                 fix=f"pip install megatron_rl[{requirement.extra}], or choose another",
             )
+
+
+def split_unimported(errors: Iterable[UserError]) -> tuple[list[UserError], list[UserError]]:
+    """Split errors by cause: failed imports inside the user's code, and all other causes.
+
+    A package that is absent here may be installed where the run will be.
+    """
+    unimported: list[UserError] = []
+    remaining: list[UserError] = []
+    for error in errors:
+        match = _UNIMPORTED.match(error.got or "")
+        # A module that the configuration itself names is probably misspelled.
+        if match is None or error.message == f"cannot import {match[1]}":
+            remaining.append(error)
+        else:
+            fix = f"install {match[1].partition('.')[0]} on this machine too to have the code tried"
+            unimported.append(replace(error, fix=fix))
+    return unimported, remaining
 
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:

@@ -72,7 +72,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
 
 def _import_failure(spec: str) -> _ImportFailure | None:
-    """Import ``spec`` in a contained process; return the failure, None where it can be imported."""
+    """Import ``spec`` in a contained process; return the failure, None if it can be imported."""
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)

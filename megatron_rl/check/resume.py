@@ -44,7 +44,7 @@ class _SavedLearners(NamedTuple):
 
 
 def resume_errors(config: RunConfig) -> list[UserError]:
-    """Return the error of a checkpoint to resume from that is missing, broken or of another model.
+    """Return the error for a checkpoint to resume from that is missing, broken or of another model.
 
     ``checkpoint.resume: auto`` takes the newest readable checkpoint: broken ones are an error only if none
     can be read.
@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors of trained roles that the checkpoint lacks, or that were built differently.
+    """Return the errors for trained roles that the checkpoint lacks, or that were built differently.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit
     ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped without it.

@@ -81,7 +81,7 @@ class FunctionRef(NamedTuple):
 
 
 def check_reward(reward: RewardConfig) -> list[UserError]:
-    """Return the errors of the reward function, and of the parser and template of an LLM judge."""
+    """Return the errors for the reward function, and for the parser and template of an LLM judge."""
     errors: list[UserError] = []
     if reward.function is not None:
         errors += _argument_errors(reward)
@@ -104,22 +104,44 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors of filters of responses: a user's, by its source, and one that keeps nothing."""
+    """Return the errors for response filters: a user's function, a minimum above all limits, and refill."""
     filters = config.rollout.filters
     errors: list[UserError] = []
     if filters.function is not None:
         errors += check_function(FunctionRef(filters.function, FILTER_KEY, accepts_group=False))
 
-    longest = longest_response(config)
-    if filters.min_tokens > longest:
+    # A minimum above every limit would remove all responses.
+    max_response = longest_response(config)
+    if filters.min_tokens > max_response:
         fix = "lower it, or raise rollout.max_response_tokens"
-        expected = f"at most {longest}, the longest response"
+        expected = f"at most {max_response}, the longest response"
         errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
+    if filters.refill:
+        errors += _refill_errors(config)
     return errors
 
 
+def _refill_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error for a ``refill`` without filters, or with steps that cannot sample a prompt again."""
+    # Ahead and over-sampled batches are complete before any rank filters them.
+    requirements = {
+        "a filter in rollout.filters": bool(config.rollout.filters.names),
+        "rollout.oversample=0": config.rollout.oversample == 0,
+        "asynchrony.steps_ahead=0": config.asynchrony.steps_ahead == 0,
+    }
+    unmet = [name for name, is_met in requirements.items() if not is_met]
+    if unmet:
+        yield UserError(
+            "removed responses cannot be sampled again",
+            where="rollout.filters.refill",
+            expected="with refill: filters, and steps that sample exactly their own prompts",
+            got=f"{config.rollout.filters.refill} without {', '.join(unmet)}",
+            fix=f"set {' '.join(unmet)}, or rollout.filters.refill=0",
+        )
+
+
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors of ``reward.arguments``: reserved names, and values hidden by a run folder."""
+    """Return the errors for ``reward.arguments``: reserved names, and values hidden by a run folder."""
     # A reserved name would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
@@ -137,7 +159,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
-    """Return the error of a value that was copied from a run folder, which hides secrets."""
+    """Return the error for a value that was copied from a run folder, which hides secrets."""
     if not is_hidden(value):
         return []
     return [
@@ -152,7 +174,7 @@ def check_not_hidden(key: str, value: Any) -> list[UserError]:
 
 
 def check_function(function: FunctionRef) -> list[UserError]:
-    """Return the errors of a function's name, file and parameters, read from its source."""
+    """Return the errors for a function's name, file and parameters, read from its source."""
     location, colon, name = function.spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
         return [_spec_error(function)]
@@ -196,7 +218,7 @@ def _not_python_error(function: FunctionRef, path: Path) -> UserError:
 
 
 def _spec_error(function: FunctionRef) -> UserError:
-    """Return the error of a spec that is not ``module:function``, with the right spec if it is clear."""
+    """Return the error for a spec that is not ``module:function``, with the right spec if it is clear."""
     spec = function.spec
     fix = "for example megatron_rl.rewards.arithmetic:exact_match"
     if spec.endswith(".py"):
@@ -214,7 +236,7 @@ def _spec_error(function: FunctionRef) -> UserError:
 
 
 def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserError]:
-    """Return the errors of the Python file that should define the function ``name``."""
+    """Return the errors for the Python file that should define the function ``name``."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
@@ -256,6 +278,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 def _binds(tree: ast.Module, name: str) -> bool:
     """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    # Too generous on purpose: a name that is bound somewhere is left to the import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -270,7 +293,7 @@ def _binds(tree: ast.Module, name: str) -> bool:
 
 
 def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
-    """Return the error of a signature that refuses arguments of the call, or needs further ones."""
+    """Return the error for a signature that refuses arguments of the call, or needs further ones."""
     parameters = node.args
 
     # Parameters that an argument can be passed to by name.
@@ -354,7 +377,7 @@ class _Loading(NamedTuple):
         return loading_errors(self.config, self.key, self.writes, self.extra)
 
     def source_errors(self) -> list[UserError]:
-        """Return the errors of the function's source, which other rules report."""
+        """Return the errors for the function's source, which other rules report."""
         extra = (*self.config.arguments, *self.extra)
         function = FunctionRef(self.config.function or "", self.key, extra, self.accepts_group)
         return check_function(function)
@@ -426,7 +449,7 @@ def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
 
 
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
-    """Yield the errors of the servers' settings, without sending a request."""
+    """Yield the errors for the servers' settings, without sending a request."""
     for section, config in servers(reward):
         yield from _url_errors(f"{section}.url", config.url)
         for header, variable in config.headers.items():
@@ -440,7 +463,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
 
 
 def _url_errors(path: str, url: str) -> Iterator[UserError]:
-    """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
+    """Yield the error for an invalid URL, or for one with a secret, which is not shown."""
     # urlsplit accepts almost any text, so check each part.
     try:
         address = urllib.parse.urlsplit(url)
@@ -487,7 +510,7 @@ def _header_errors(path: str, header: str) -> Iterator[UserError]:
 
 
 def _variable_errors(path: str, name: str) -> Iterator[UserError]:
-    """Yield the error of an environment variable for a secret: an invalid name, or no valid value here.
+    """Yield the error for an environment variable for a secret: an invalid name, or no valid value here.
 
     An invalid name may be the secret itself, so it is not printed.
     """
@@ -516,7 +539,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
 
 
 def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
-    """Yield the errors of ``reward.http.sends``, the fields of a sample in a request."""
+    """Yield the errors for ``reward.http.sends``, the fields of a sample in a request."""
     if not sends:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
@@ -531,7 +554,7 @@ def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
-    """Yield the errors of an LLM judge: its key, its template and its request's parameters."""
+    """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
         yield from _variable_errors("reward.judge.key_from", judge.key_from)
     if not is_function(judge.template) and "{response}" not in judge.template:
@@ -558,7 +581,7 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
 def silent_servers(
     reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
-    """Yield warnings of servers that do not respond now; they may be up when the run starts.
+    """Yield warnings about servers that do not respond now; they may be up when the run starts.
 
     ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
     their engine has one.
@@ -569,6 +592,7 @@ def silent_servers(
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in samplers]
 
+    # All at once: one after the other, unreachable servers would each cost the complete patience.
     problems = _request_all(requests)
 
     reward_problems = problems[: len(reward_urls)]
@@ -651,7 +675,7 @@ def _request(url: str, health_path: str | None) -> str | None:
 
 
 def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Iterator[UserError]:
-    """Yield the errors of an evaluation set's name, of its evaluators' names and of its functions."""
+    """Yield the errors for an evaluation set's name, its evaluators' names and its functions."""
     path = f"evaluation.sets.{name}"
     yield from name_errors(path, name)
 
@@ -667,7 +691,7 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
 
 
 def best_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a ``checkpoint.best`` that no evaluation computes, or of patience without it."""
+    """Yield the error for a ``checkpoint.best`` that no evaluation computes, or for patience without it."""
     # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
     best = config.checkpoint.best
     if best is None:
@@ -721,7 +745,7 @@ def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
 
 
 def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
-    """Yield the errors of the paths and variables that a section's limits name.
+    """Yield the errors for the paths and variables that a section's limits name.
 
     Paths that do not exist are added to ``files``.
     """
@@ -752,7 +776,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
 
 
 def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
-    """Yield warnings of limits that this machine's kernel does not enforce.
+    """Yield warnings about limits that this machine's kernel does not enforce.
 
     A contained process is started with the limits of each section and reports which of them are not in force;
     sections with the same report get one warning.

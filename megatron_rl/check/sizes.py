@@ -11,6 +11,7 @@ from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.hardware import load_constants
@@ -28,11 +29,13 @@ _GIB = 2**30
 
 
 def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
-    """Yield the error of a number of processes that is out of range or differs from ``world_size``."""
+    """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
         yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
         return
+
+    # Without an explicit world size any number of processes is the user's intention.
     if launched is None or config.world_size is None or launched == config.world_size:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
@@ -58,7 +61,7 @@ def smallest_valid_world(config: RunConfig) -> int | None:
 def check_layout(
     role: str, layout: ParallelLayout, world_size: int, config: RunConfig
 ) -> Iterator[UserError]:
-    """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
+    """Yield the errors for a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
     yield from problems(layout, world_size, smallest_valid_world(config))
 
     engine = config.rollout.engine
@@ -77,23 +80,26 @@ def check_layout(
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
+    """Yield the error for rows (prompt and response) with more tokens than the model has positions."""
     row_tokens = longest_row(config)
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
         prompt_tokens = config.data.max_prompt_tokens
+        key = "rollout.max_response_tokens"
+        if config.rollout.max_response_tokens == AUTO:
+            key = "rollout.auto_limit.at_most"
         yield UserError(
             "prompt and response together are longer than the model's positions",
-            where="rollout.max_response_tokens",
+            where=key,
             expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
-            "(max_position_embeddings of the model)",
+            "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
-            fix=f"lower them by {excess} tokens together",
+            fix=f"lower {key} or data.max_prompt_tokens, together by {excess} tokens",
         )
 
 
 def check_budget(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a micro-batch budget (tokens) below the longest row."""
+    """Yield the error for a micro-batch budget (tokens) below the longest row."""
     budget = config.batch.tokens_per_microbatch
     row_tokens = longest_row(config)
     if config.job == TRAIN and budget is not None and budget < row_tokens:
@@ -103,6 +109,33 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
             expected=f"at least data.max_prompt_tokens + rollout.max_response_tokens = {row_tokens}",
             got=str(budget),
             fix=f"raise it to {row_tokens} or more, or remove it to have it derived",
+        )
+
+
+def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterator[UserError]:
+    """Yield the errors of a memory target without a GPU, or beside other ``tokens`` per micro-batch than its.
+
+    A resolved configuration has the derived tokens beside the target, and stays valid.
+    """
+    batch = config.batch
+    if batch.memory_target is None:
+        return
+    if with_gpu_memory(config)[0].gpu_memory_gib is None:
+        got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
+        yield UserError(
+            "`batch.memory_target` is a share of a GPU's memory, and no known GPU is named",
+            where="batch.memory_target",
+            expected="gpu or gpu_memory_gib in the configuration",
+            got=got,
+            fix="add gpu=h100 or gpu_memory_gib=80, or ask `check` with --on h100",
+        )
+    if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
+        yield UserError(
+            "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",
+            where="batch.tokens_per_microbatch",
+            expected=f"one of them; memory_target={batch.memory_target:g} sets {tokens} tokens at first",
+            got=str(batch.tokens_per_microbatch),
+            fix="remove batch.tokens_per_microbatch, or batch.memory_target",
         )
 
 
@@ -122,7 +155,7 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 def check_memory(
     config: RunConfig, ranks: Sequence[RankMemory], key: str
 ) -> tuple[list[UserError], list[UserError]]:
-    """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
+    """Return the errors and the warnings for phases in which a rank's estimated memory exceeds its GPU's.
 
     An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the setting that
     determines the memory of a GPU.
@@ -163,16 +196,17 @@ def check_memory(
 def check_checkpoint(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: Sequence[RankMemory]
 ) -> Iterator[UserError]:
-    """Yield the error of a checkpoint that a node's host has no memory for."""
+    """Yield the error for a checkpoint that needs more host memory than a node has."""
     memory = checkpoint_memory(config, layouts, ranks)
     layout = config.checkpoint.optimizer_layout
     limit = config.host_memory_gib
     if memory is None or layout is None or limit is None:
         return
-    needed = memory.on_host(layout) / _GIB
-    if needed <= limit:
+    required_gib = memory.on_host(layout) / _GIB
+    if required_gib <= limit:
         return
 
+    # Suggest the sharded layout only where it would fit.
     sharded = memory.on_host(SAME) / _GIB
     fix = "use more nodes"
     if layout == ANY and sharded <= limit:
@@ -181,7 +215,7 @@ def check_checkpoint(
         "a checkpoint is estimated to need more memory than the host of a node has",
         where="checkpoint.optimizer_layout",
         expected=f"at most host_memory_gib={limit:g}",
-        got=f"{needed:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
+        got=f"{required_gib:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
         fix=fix,
     )
 

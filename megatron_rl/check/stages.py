@@ -21,7 +21,7 @@ SMOOTHED = ("sigmoid", "robust")
 
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of stages: their data, length and optimizer, and a job without a stage."""
+    """Yield the errors for stages: their data, length and optimizer, and a job without a stage."""
     # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
@@ -32,7 +32,7 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
 
 
 def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
-    """Yield the errors of one stage's settings."""
+    """Yield the errors for one stage's settings."""
     settings = plan.settings
 
     response_fields = [getattr(settings, name) for name in settings.RESPONSES]
@@ -80,7 +80,7 @@ def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
 
 
 def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of a job that is one stage alone: no such stage, or a checkpoint to resume from."""
+    """Yield the errors for a single-stage job: a stage that is not configured, or a checkpoint to resume."""
     if not stage_plans(config):
         section = SECTIONS[config.job]
         data = "pairs"
@@ -107,7 +107,7 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of `train` with stages but without data for reinforcement learning."""
+    """Yield the error for `train` with stages but without data for reinforcement learning."""
     plans = stage_plans(config)
     for job, section in SECTIONS.items():
         prefix = section.partition(".NAME")[0]
@@ -123,7 +123,7 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
-    """Yield the warning of a step that needs more than all ``records`` of a stage's data."""
+    """Yield the warning about a step that needs more than all ``records`` of a stage's data."""
     settings = plan.settings
 
     # Less than one epoch uses only a part of the records.
@@ -141,7 +141,7 @@ def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
 
 
 def unused_settings(config: RunConfig) -> Iterator[UserError]:
-    """Yield the warnings of settings of stages that have no effect."""
+    """Yield the warnings about settings of stages that have no effect."""
     for plan in stage_plans(config):
         settings = plan.settings
         unused: list[tuple[str, str, str]] = []  # setting, reason, alternative
@@ -166,7 +166,7 @@ def unused_settings(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[UserError]:
-    """Yield the errors of a stage's rows that may exceed the model's positions or a micro-batch (tokens)."""
+    """Yield the errors for a stage's rows that may exceed the model's positions or a micro-batch (tokens)."""
     limits = {"batch.tokens_per_microbatch": config.batch.tokens_per_microbatch}
     if shape is not None:
         limits = {"the model's positions": shape.max_positions, **limits}

@@ -149,7 +149,7 @@ def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
 
 
 def _value_error(entry: _UnknownEntry) -> UserError:
-    """Return the error of an unknown name with a single value."""
+    """Return the error for an unknown name with a single value."""
     if "." in entry.error.key and entry.path in value_paths(RunConfig):
         *sections, name = entry.path.split(".")
         parents = " ".join(f"{section}:" for section in sections)
@@ -168,7 +168,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
 
 
 def _section_errors(entry: _UnknownEntry) -> list[UserError]:
-    """Return the errors of an unknown section: one for the whole, or one for each name below it."""
+    """Return the errors for an unknown section: one for the whole, or one for each name below it."""
     error = entry.error
 
     # The section itself may be another project's name for one of our sections.
@@ -221,7 +221,7 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
 
 
 def _nested_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error of a name below an unknown section; None if no known key has this name.
+    """Return the error for a name below an unknown section; None if no known key has this name.
 
     The section belongs to another project, so a similar spelling is not evidence of a misspelling.
     """
@@ -238,7 +238,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error of a name of another project, or of our former name; ``our_key`` is the name here."""
+    """Return the error for a name of another project, or our former name; ``our_key`` is the current key."""
     message = f"`{entry.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
     value = _mapped_value(counterpart, entry.value)
@@ -266,7 +266,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
 
 
 def _guess_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error of a misspelling, or of a name in the wrong section; None where no key is close."""
+    """Return the error for a misspelling, or for a name in the wrong section; None if no key is close."""
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
     for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
@@ -302,7 +302,7 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
 
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
-    """Return the error of a name without a counterpart in this project."""
+    """Return the error for a name without a counterpart in this project."""
     # Only a listed name is known to have no counterpart: an unlisted one may be a setting in other words.
     message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
@@ -448,7 +448,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
 
 
 def _errors(tree: Section, key: str) -> list[UserError]:
-    """Return the errors of a configuration, by the rules about ``key`` that need no files or processes."""
+    """Return the errors for a configuration, by the rules about ``key`` that need no files or processes."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))

@@ -12,28 +12,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
+from megatron_rl.config.health import RULE_OF
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import SourceConfig, fields_of
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
+from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
-from megatron_rl.config.sections.rollout import profile_errors
+from megatron_rl.config.sections.rollout import limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, single_errors
+from megatron_rl.errors import UserError, nearest, single_errors
 
 
 def check_values(config: RunConfig) -> list[UserError]:
-    """Return the errors of single values and of pairs of values."""
+    """Return the errors for single values and for pairs of values."""
+    # Rules read the profiles' values, whose types must be right.
+    sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
         *value_errors(config),
-        *profile_errors(config.rollout),
+        *sampling_errors,
+        *limit_errors(config.rollout, config.data.max_prompt_tokens),
         *_reward_model_errors(config),
         *check_stages(config),
         *_learning_rate_errors(config),
         *_pair_errors(config),
         *_field_errors(config),
         *_source_errors(config),
+        *_health_errors(config),
     ]
 
 
@@ -55,7 +62,7 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
 
 
 def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error of a distillation without a teacher's checkpoint."""
+    """Yield the error for a distillation without a teacher's checkpoint."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
     if config.teacher is None or config.teacher.path is None:
@@ -70,15 +77,15 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
-    """Return the errors of an overlong buffer that exceeds the response limit of a sampling profile."""
+    """Return the errors for an overlong buffer that exceeds a response limit."""
     if algorithm.overlong.limit is not None:
         return []
 
-    # A buffer without an explicit limit is relative to the response limit of each sampling profile.
+    # A buffer without an explicit limit is relative to each response limit.
     limits = {
-        f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
-        for task, profile in config.rollout.sampling_profiles.items()
-        if isinstance(profile.get("max_response_tokens"), int)
+        path: smallest_limit(value, config.rollout.auto_limit)
+        for path, value in config.rollout.limit_settings.items()
+        if isinstance(value, int | str | dict)
     }
     return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))
 
@@ -86,7 +93,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 def name_errors(
     path: str, name: str, reserved: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error of a name that metrics and files cannot contain, or that is ``reserved``."""
+    """Yield the error for a name that metrics and files cannot contain, or that is ``reserved``."""
     form = r"[\w.-]{1,64}"
     expected = "1 to 64 letters, digits, underscores, dots and hyphens"
     if identifier:
@@ -102,7 +109,7 @@ def name_errors(
 
 
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of reward models: an invalid name, or neither weights nor training."""
+    """Yield the errors for reward models: an invalid name, or neither weights nor training."""
     # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
     reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
@@ -119,7 +126,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error of reinforcement learning without any reward, by an algorithm that learns from them."""
+    """Yield the error for a run without any reward whose algorithm learns from rewards."""
     # An environment can return rewards without any scorer.
     has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and algorithm.needs_rewards and not has_reward:
@@ -134,7 +141,7 @@ def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserE
 
 
 def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of schedules whose last learning rate is above the first."""
+    """Yield the errors for schedules whose last learning rate is above the first."""
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum = optimizer.minimum_learning_rate
         if minimum is not None and minimum > optimizer.learning_rate:
@@ -148,7 +155,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of values that contradict each other."""
+    """Yield the errors for values that contradict each other."""
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -175,7 +182,7 @@ def _pair_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _field_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of data sets that read prompt and ground truth from one field."""
+    """Yield the errors for data sets that read prompt and ground truth from one field."""
     sections = [config.data]
     for name, evaluation_set in config.evaluation.sets.items():
         # A set without explicit fields inherits those of `data`, whose error is reported once.
@@ -197,8 +204,63 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
             )
 
 
+def _health_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for changed health rules, and for the user's own."""
+    for name, rule in config.health.rules.items():
+        path = f"health.rules.{name}"
+        if name in RULE_OF:
+            if rule.metric is not None:
+                yield UserError(
+                    f"`{path}` is a rule with metrics of its own",
+                    where=f"{path}.metric",
+                    expected="no metric, or another name for the rule",
+                    got=rule.metric,
+                    fix=f"remove metric, or write health.rules.my_{name}.metric={rule.metric}",
+                )
+        else:
+            yield from _own_rule_errors(path, name, rule)
+
+        # Compare the band as it will be in effect: an unset side has the default's value.
+        default = RULE_OF.get(name)
+        above = rule.above if rule.above is not None or default is None else default.above
+        below = rule.below if rule.below is not None or default is None else default.below
+        if above is not None and below is not None and above <= below:
+            yield UserError(
+                f"the band of `{path}` is empty",
+                where=path,
+                expected="below less than above: values between them are healthy",
+                got=f"below {below:g}, above {above:g}",
+                fix="exchange the two, or change the other one, too",
+            )
+
+
+def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
+    """Yield the errors for a user-defined health rule: its name, its metric and its band."""
+    if rule.metric is None:
+        close = nearest(name, tuple(RULE_OF))
+        fix = f"write health.rules.{close}" if close else f"set {path}.metric for a rule of your own"
+        yield UserError(
+            f"`{path}` is not a health rule" + (f"; did you mean `{close}`?" if close else ""),
+            where=path,
+            expected=f"one of {', '.join(RULE_OF)}, or a rule of your own with `metric`",
+            got=name,
+            fix=fix,
+        )
+        return
+
+    yield from name_errors(path, name)
+    if rule.above is None and rule.below is None:
+        yield UserError(
+            f"`{path}` has no band",
+            where=path,
+            expected="above, below or both",
+            got="neither",
+            fix=f"for example {path}.above=1",
+        )
+
+
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of sources of prompts: beside `data.train`, and in weights and template arguments."""
+    """Yield the errors for sources of prompts: together with `data.train`, in weights and in templates."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -214,6 +276,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
     for steps, weights in data.weights.items():
         yield from _weight_errors(steps, weights, list(data.sources))
 
+    # Both kinds of section can add a system prompt and template arguments to their prompts.
     sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
     sections |= {f"data.sources.{name}": source for name, source in data.sources.items()}
     sections |= {f"evaluation.sets.{name}": item for name, item in config.evaluation.sets.items()}
@@ -222,7 +285,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
-    """Yield the errors of the weights of sources after a number of steps."""
+    """Yield the errors for the weights of sources after a number of steps."""
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(
@@ -264,7 +327,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
 def _template_argument_errors(
     config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
 ) -> Iterator[UserError]:
-    """Yield the errors of a system prompt or of template arguments that prompts cannot have."""
+    """Yield the errors for a system prompt or template arguments that prompts cannot have."""
     for name in ("system_prompt", "chat_template_kwargs"):
         value = getattr(section, name)
         if value in (None, {}):
@@ -278,15 +341,15 @@ def _template_argument_errors(
             got = "rollout.environment"
             yield requires(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
 
-    # These names are of the renderer's own values, which would replace the arguments without a word.
-    taken = sorted(
+    # The renderer passes values of these names itself; they would silently replace the user's arguments.
+    reserved = sorted(
         {"messages", "tools", "documents", "add_generation_prompt"} & set(section.chat_template_kwargs)
     )
-    if taken:
+    if reserved:
         yield UserError(
             "arguments of the chat template that the prompts themselves set",
             where=f"{path}.chat_template_kwargs",
             expected="arguments of the template's own, such as enable_thinking",
-            got=", ".join(taken),
-            fix=f"remove {taken[0]}",
+            got=", ".join(reserved),
+            fix=f"remove {reserved[0]}",
         )

@@ -10,7 +10,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
 from megatron_rl.check.stages import unused_settings
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.roles import MODEL_ROLES, learner_sections
@@ -56,9 +56,9 @@ def check_warnings(
     algorithm: Algorithm | None,
     records: int | None,
 ) -> list[UserError]:
-    """Return the warnings of a configuration without errors.
+    """Return the warnings about a configuration without errors.
 
-    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape``
+    ``batch`` is None without reinforcement learning. ``records`` is the number of training records, ``shape``
     the shape of the actor's model; warnings that need one are skipped for None.
     """
     warnings: list[UserError] = []
@@ -71,6 +71,7 @@ def check_warnings(
         warnings += _timeout_warnings(config)
         if algorithm is not None:
             warnings += _replay_warnings(config, algorithm)
+            warnings += _older_policy_warnings(config, algorithm)
 
     # Warnings of every job.
     warnings += _schedule_warnings(config)
@@ -85,7 +86,7 @@ def check_warnings(
 
 
 def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield warnings of samples that carry no information for the advantage or for an evaluation."""
+    """Yield warnings about samples that carry no information for the advantage or for an evaluation."""
     # Group baselines need several samples of a prompt.
     advantage = None if algorithm is None else algorithm.advantage
     single_sample = config.batch.samples_per_prompt == 1
@@ -99,7 +100,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
         )
 
     # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
-    max_tokens = config.rollout.max_response_tokens
+    max_tokens = config.rollout.response_limit
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
             "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
@@ -122,7 +123,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 
 def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings of settings with which a resumed run may differ although `deterministic` is set."""
+    """Yield warnings about settings with which a resumed run may differ although `deterministic` is set."""
     if not config.deterministic:
         return
     if config.rollout.order == "open":
@@ -136,7 +137,7 @@ def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:
-    """Yield warnings of a batch that leaves ranks without work, or that is larger than the data."""
+    """Yield warnings about a batch that leaves ranks without work, or that is larger than the data."""
     # Unequal mini-batches weigh prompts differently: each is one optimizer step.
     min_prompts, max_prompts = batch.prompts_per_minibatch
     if min_prompts != max_prompts:
@@ -177,7 +178,7 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
 
 
 def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings of learning rates that never finish warming up, or that do not decay."""
+    """Yield warnings about learning rates that never finish warming up, or that do not decay."""
     # A stage with `epochs` has no steps here, since its length depends on the data.
     updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
     stage_steps = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
@@ -203,7 +204,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning of a routing replay of a forward pass that the step does not have."""
+    """Yield a warning if routing replay is set for a forward pass that the step does not run."""
     if config.actor.routing_replay == "update" and scoring_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -214,8 +215,25 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
         )
 
 
+def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning if the loss treats responses of older weights as samples of the newest."""
+    correction = algorithm.correction
+    is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
+    if config.hybrid_engine.every == 1 or is_corrected:
+        return
+
+    yield UserError(
+        "responses are sampled from older weights, and the loss takes them for samples of the newest",
+        where="hybrid_engine.every",
+        expected="1, or importance weights in algorithm.correction",
+        got=f"{config.hybrid_engine.every}: up to {versions_between(config)} versions older, not corrected",
+        fix="set algorithm.correction={level: token}, or hybrid_engine.every=1; "
+        "an offline algorithm may stay as it is",
+    )
+
+
 def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings of a high learning rate, an unknown GPU, and a run without evaluation."""
+    """Yield warnings about a high learning rate, an unknown GPU, and a run without evaluation."""
     learning_rate = config.actor.optimizer.learning_rate
     if learning_rate > _HIGH_LEARNING_RATE:
         yield UserError(
@@ -249,7 +267,7 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings of waits for rewards that the hang detector would take for a hang."""
+    """Yield warnings about waits for rewards that the hang detector would take for a hang."""
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
 
@@ -284,7 +302,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _idle_rank_warnings(world_size: int, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
-    """Yield the warning of ranks without a role."""
+    """Yield the warning about ranks without a role."""
     occupied = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = tuple(rank for rank in range(world_size) if rank not in occupied)
     if idle:
@@ -299,7 +317,7 @@ def _idle_rank_warnings(world_size: int, layouts: Mapping[str, ParallelLayout]) 
 def _network_warnings(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape | None
 ) -> Iterator[UserError]:
-    """Yield warnings of tensor-parallel groups that span nodes."""
+    """Yield warnings about tensor-parallel groups that span nodes."""
     for role, layout in layouts.items():
         if layout.tensor <= config.gpus_per_node:
             continue

@@ -252,7 +252,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
 
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
+    """Return the newest checkpoint in ``folder`` whose files match their digests; None without any.
 
     ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
     back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an
@@ -293,7 +293,7 @@ def require_intact(path: Path) -> None:
         raise UserError(
             "the checkpoint is damaged",
             where=str(path),
-            expected="files that are what was written",
+            expected="files that match their digests",
             got="\n".join(problems[:_SHOWN_LINES]),
             fix="name another checkpoint, or restore this one from a copy",
         )
@@ -311,10 +311,10 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
             raise UserError(
                 "a model that is to be read is damaged",
                 where=f"{key}: {path}",
-                expected="files that are what was written",
+                expected="files that match their digests",
                 got=summarize_damages(problems),
-                fix="restore it from a copy, or make it again; if the change is intended, remove "
-                f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
+                fix="restore it from a copy, or create it again; if the change is intended, remove "
+                f"{Path(path) / durable.DIGESTS}, which has the digests of the earlier files",
             )
 
 

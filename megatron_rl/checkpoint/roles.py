@@ -5,6 +5,7 @@ A checkpoint is a folder:
 ```
 ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; an optimizer in the
                 shards of its layout (`SAME`) has an index, with which any layout can read it, too
+rollout/        the actor's weights that responses are sampled from, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +76,9 @@ class TrainedRole(NamedTuple):
     model: ParallelModel | None
     """This rank's shard of the model; None on ranks outside the role's layout."""
     optimizer: Optimizer | None
-    """Optimizer of this shard; None with ``model``."""
+    """Optimizer of this shard; None with ``model``, and for weights without one."""
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which ``model`` has the weights to save or restore; outside of it, it may have others."""
 
 
 # --- Saving
@@ -152,7 +156,10 @@ def save(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=in_background)
+            # Weights that are in the model only for a moment are copied, as for a background write.
+            copies = in_background or role.weights is not nullcontext
+            with role.weights():
+                write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=copies)
             writes.append(write)
             files += write.files
             if layout == SAME:
@@ -271,10 +278,11 @@ def load(
     for name, role in roles.items():
         role_meta = roles_meta[name]
         role_folder = folder / name
-        if fits_shards(role_meta, layouts[name]):
-            load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
-        else:
-            load_shards(role_folder, role.model, role.optimizer)
+        with role.weights():
+            if fits_shards(role_meta, layouts[name]):
+                load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
+            else:
+                load_shards(role_folder, role.model, role.optimizer)
 
         # Restore the position in the learning-rate schedule; the schedule itself is configured.
         if role.optimizer is not None:

@@ -162,7 +162,7 @@ def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
 
     boxes = []
     for tensor in tensors:
-        # A factory may copy, so that the copy's strides are not those of the parameter.
+        # A factory may copy: then the strides are the copy's, not the parameter's.
         if tensor.data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             return []
 

@@ -215,7 +215,7 @@ def begin_tensors(
 
         if model is not None:
             if optimizer is not None:
-                # A save before the first step stores the states as they will be then.
+                # Before the first step the optimizer has no states yet: create the initial ones to save.
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
 
@@ -251,10 +251,10 @@ def load_tensors(
     optimizer: Optimizer | None,
     layout: str = ANY,
 ) -> None:
-    """Read a model's weights and optimizer states in place; without ``optimizer`` the weights alone.
+    """Read a model's weights and optimizer states in place; without ``optimizer`` only the weights.
 
-    ``layout`` is that of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
-    checkpoint that it can read. Collective over the world.
+    ``layout`` is the layout of the distributed optimizer in the checkpoint. Raises UserError if Megatron
+    finds no checkpoint that it can read. Collective over the world.
     """
     # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.
     shares_reading = model is not None and model.groups.data_context.size() > 1
@@ -538,6 +538,7 @@ def _replaced(
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
         setattr(sub_optimizer, name, build(sub_optimizer, method))
+
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from megatron_rl.errors import UserError
 HEADROOM = 0.2
 """Share of the measured rate that a plan should leave free: arrivals come in bursts."""
 PERCENTILES = (50, 95, 99)
+"""Percentiles of times in the tables."""
+# A program and not the script `vllm bench serve`, which the package for hosts does not start (0.32, 0.33).
 _LOAD_TEST = """
 import argparse, sys
 from vllm.benchmarks import serve
@@ -44,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.url.rstrip("/")
     model = _served_model(url)
 
+    # One test after the other: together they would share the server.
     results: dict[int, Mapping[str, Any]] = {}
     for count in users:
         print(f"{count} users, {count * arguments.requests} requests …", file=sys.stderr, flush=True)
@@ -55,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompt_tokens=arguments.prompt_tokens,
             response_tokens=arguments.response_tokens,
         )
+
     text = tables(results)
     print(text)
     if arguments.out:
@@ -84,13 +88,16 @@ def load_test(
             "--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", "result.json",
         ]  # fmt: skip
         command = [sys.executable, "-c", _LOAD_TEST, *map(str, options)]
-        finished = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.run(command, capture_output=True, text=True)
+
+        # vLLM may end with 0 and without a result.
         file = Path(folder) / "result.json"
-        if finished.returncode or not file.is_file():
-            got = finished.stderr.strip()[-600:] or f"exit code {finished.returncode}"
+        if process.returncode or not file.is_file():
+            got = process.stderr.strip()[-600:] or f"exit code {process.returncode}"
             raise _failed_test(url, f"vLLM's load test with {users} users failed", got)
         result = json.loads(file.read_text())
 
+    # The times of failed requests are missing from the result, so that it would look faster than it is.
     failed = requests - result["completed"]
     if failed:
         messages = {line.strip().rpartition("\n")[2] for line in result["errors"] if line}
@@ -100,11 +107,11 @@ def load_test(
 
 
 def _failed_test(url: str, message: str, got: str) -> UserError:
-    """Return the error of a load test without a result, or with requests that failed."""
+    """Return the error for a load test without a result, or with requests that failed."""
     return UserError(
         message,
         where=url,
-        expected="an answer to each request",
+        expected="a response to each request",
         got=got,
         fix="read the server's output; its longest row bounds --prompt-tokens plus --response-tokens",
     )
@@ -115,11 +122,11 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
 
     Times are percentiles, 50 / 95 / 99.
     """
-    measured = [
+    measurements = [
         "| users | requests/s | tokens/s | first token, ms | a token, ms | whole answer, s |",
         "|---|---|---|---|---|---|",
     ]
-    capacity = [
+    capacities = [
         f"| users | requests/s to plan with, {HEADROOM:.0%} free | answers a day |",
         "|---|---|---|",
     ]
@@ -134,16 +141,23 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
             _percentiles(result, "tpot", 1.0, ".1f"),
             _percentiles(result, "e2el", 1e-3, ".2f"),
         )
-        measured.append("| " + " | ".join(map(str, cells)) + " |")
+        measurements.append("| " + " | ".join(map(str, cells)) + " |")
 
+        # A server at its measured limit has no room for a burst of requests.
         planned = rate * (1 - HEADROOM)
-        capacity.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
+        capacities.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
 
     note = f"Times at the percentiles {', '.join(map(str, PERCENTILES))}."
-    return "\n".join([*measured, "", note, "", *capacity, ""])
+    return "\n".join([*measurements, "", note, "", *capacities, ""])
 
 
-def _percentiles(result: Mapping[str, Any], name: str, scale: float, form: str) -> str:
+def _percentiles(
+    result: Mapping[str, Any],
+    name: str,
+    scale: float,
+    form: str,
+) -> str:
+    """Format the percentiles of a time: milliseconds x ``scale``, in the format ``form``."""
     return " / ".join(format(result[f"p{point}_{name}_ms"] * scale, form) for point in PERCENTILES)
 
 
@@ -153,6 +167,7 @@ def _users(text: str) -> Sequence[int]:
         users = [int(number) for number in text.split(",")]
     except ValueError:
         users = []
+
     if not users or min(users) < 1:
         raise UserError(
             "the numbers of users cannot be read",
@@ -165,15 +180,15 @@ def _users(text: str) -> Sequence[int]:
 
 
 def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the first model that the server names: its ``id``, and its ``root``, the folder."""
+    """Return the first model of the server's list: its ``id``, and its ``root``, the folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             return json.load(answer)["data"][0]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(
-            "no OpenAI-compatible server answers",
+            "no OpenAI-compatible server responds",
             where=url,
             expected="a server with /v1/models, such as megatron-rl serve starts",
             got=str(error),
-            fix="start it, wait until it says that it is complete, or correct the URL",
+            fix="start it, wait until its log has `Application startup complete`, or correct the URL",
         ) from None

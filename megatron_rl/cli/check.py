@@ -18,9 +18,12 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import current_launch, process_rank
+from megatron_rl.planning.predict.checked import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
+from megatron_rl.shapes.hardware import load_constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"command that will run it: {', '.join(JOBS)}",
     )
 
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print every value, the ranks, and memory by item too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
+    parser.add_argument(
+        "--on", metavar="GPU", help="check for a cluster of this GPU, as h100, and not for this machine"
+    )
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
     )
@@ -50,17 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the check, and return 2 for a configuration with errors."""
+    """Check the configuration and print the report; return exit code 2 if it has errors."""
     # The option wins over torchrun's world size; without either, that of the configuration is used.
     job = current_launch()
     world_size = arguments.world_size
     if world_size is None and not job.alone:
         world_size = job.world_size
 
+    if arguments.on is not None:
+        _require_gpu(arguments.on)
     # A file that cannot be read as a configuration has no report: its errors are raised.
     try:
         report = load_and_check(
-            arguments, world_size, job=arguments.job, without_files=arguments.without_files
+            arguments,
+            world_size,
+            job=arguments.job,
+            without_files=arguments.without_files,
+            gpu=arguments.on,
         )
     except UserErrors as errors:
         if not arguments.json:
@@ -77,8 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _require_gpu(name: str) -> None:
+    """Raise UserError for a GPU that is not in constants.json."""
+    constants = load_constants()
+    if name not in constants.gpus and name.lower() not in constants.aliases:
+        raise unknown_choice("--on", name, sorted(constants.aliases), otherwise="choose one of them")
+
+
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
-    """Print a report in the form that the arguments ask for, after the picture and the simulation."""
+    """Write the picture and simulate if requested, then print the report as text or as JSON."""
     # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, picture(report, arguments.config))
@@ -96,7 +118,8 @@ def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
         print(json.dumps(record, indent=2))
         return
 
-    print(report_text(report, arguments.config, simulated), flush=True)
+    text = report_text(report, arguments.config, simulated, verbose=arguments.verbose)
+    print(text, flush=True)
     if report.errors:
         print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
 
@@ -160,13 +183,27 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "model": model,
         "memory": memory,
         "weight_sync": weight_sync,
+        "prediction": _prediction_json(report),
         "training_records": report.records,
         "data": [dataclasses.asdict(stats) for stats in report.data_stats],
     }
 
 
+def _prediction_json(report: CheckReport) -> dict[str, Any]:
+    """Return the predicted seconds of a step, or the reason why there are none."""
+    prediction = predict_checked(report)
+    if prediction.step is None:
+        return {"reason": prediction.reason}
+    return {
+        "gpu": prediction.gpu,
+        "assumed_gpu": prediction.assumed,
+        "response_tokens": prediction.response_tokens,
+        "seconds": {**prediction.step.seconds, "total": prediction.step.total},
+    }
+
+
 def _write_picture(path: Path, svg: str) -> None:
-    """Write the picture; raises UserError where its folder does not exist or cannot be written to."""
+    """Write the picture; raises UserError if its folder does not exist or cannot be written to."""
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:

@@ -26,13 +26,15 @@ _EMPTY_COLOUR = "#f3f4f6"
 
 
 def picture(report: CheckReport, name: str) -> str:
-    """Return an SVG of a check: a column per rank, a row per role, and the bytes that a sync brings a rank.
+    """Return an SVG of a check: a column per rank, a row per role, and the bytes that a rank gets in a sync.
 
     The report must have layouts. Only the first ranks of a large job are drawn.
     """
     assert report.layouts is not None
     ranks = range(min(report.world_size, _MAX_COLUMNS))
     roles = list(report.layouts)
+
+    # One row for the bytes that a rank needs, and one for those that it receives.
     sync_rows = 2 if report.sync is not None else 0
     width = _LEFT + _COLUMN * len(ranks) + 16
     height = _TOP + _ROW * (len(roles) + sync_rows) + 20

@@ -1,13 +1,19 @@
-"""The result of a check as text: configuration, batch, roles, memory, weight sync, findings."""
+"""The result of a check as text: five lines and the findings, and on request every section.
+
+The five lines answer what a user asks before a start: whether it runs, how large it is, whether it fits, what
+a weight sync moves, and how long a step takes.
+"""
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.algorithm import KINDS, Algorithm
+from megatron_rl.algorithms.lookup import piece_text, scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
@@ -19,18 +25,23 @@ from megatron_rl.config.budget import (
     episodes_in_flight,
 )
 from megatron_rl.config.checkpoint_meta import ANY, SAME
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.engines import ENGINES
+from megatron_rl.config.health import VALUE, health_rules
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
-from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import KEEP, OPEN
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.health import STOP, WARN
+from megatron_rl.config.sections.response_limits import AUTO, table_rows
+from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
+from megatron_rl.planning.predict.checked import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
@@ -44,15 +55,53 @@ _MAX_BLOCKS = 8
 """Largest number of blocks of ranks for which the complete job is drawn."""
 _MEMORY_COLUMN = 12
 _MAX_OTHER_RANKS = 5
+_LABEL_COLUMN = 14
+_SECTION_NAMES = (
+    "every value and its origin, the algorithm, batch arithmetic, ranks, memory by item, "
+    "weight sync and health rules"
+)
 
 
 # ---------------------------------------------------------------- the report
 
 
-def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
-    """Return the complete check as text, with the ``simulated`` ranks."""
-    # Sections without results are left out: errors stop the check before later numbers are computed.
-    blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
+def report_text(
+    report: CheckReport, name: str, simulated: list[Simulated] | None = None, *, verbose: bool = False
+) -> str:
+    """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
+
+    ``verbose`` adds the sections: configuration, algorithm, batch, roles, data, accelerator, memory by item,
+    weight sync, health rules.
+    """
+    blocks = ["\n".join(first_lines(report, name))]
+    if verbose:
+        blocks += _sections(report)
+    if simulated is not None:
+        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
+
+    # The user starts the servers with this command, so it is always shown.
+    if not report.config.rollout.capabilities.in_process and report.shape is not None:
+        note = "one at each address of rollout.server.urls"
+        blocks.append(_section("SERVERS", note, _servers(report.config)))
+
+    # The findings last, since a terminal shows the end of a long text.
+    if report.warnings:
+        blocks.append("\n".join(numbered(report.warnings, "warning")))
+    if report.errors:
+        blocks.append("\n".join(numbered(report.errors, "error")))
+    # The sections move the verdict off the screen, so repeat it.
+    if verbose:
+        blocks.append(_verdict(report))
+    elif not report.errors:
+        blocks.append(f"--verbose shows {_SECTION_NAMES}")
+    return "\n\n".join(blocks)
+
+
+def _sections(report: CheckReport) -> list[str]:
+    """Return the sections; those without results are left out, since errors stop a check early."""
+    blocks = [_configuration(report)]
+
+    # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.data_stats:
@@ -65,38 +114,182 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         if report.batch is None:
             note = "estimate, while the stage learns"
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
-    if simulated is not None:
-        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
-    if not report.config.rollout.capabilities.in_process and report.shape is not None:
-        note = "one at each address of rollout.server.urls"
-        blocks.append(_section("SERVERS", note, _servers(report.config)))
+    if report.batch is not None and not report.errors:
+        blocks.append(_section("HEALTH", "rules that watch the metrics of the run", _health(report.config)))
+
+    # Say why the sections on memory and weight sync are absent.
     if report.layouts is not None and report.shape is None:
         unavailable = "no memory"
         if report.batch is not None:
             unavailable = "no memory, no bytes per weight sync"
         blocks.append(f"The model's config.json is not on this machine: {unavailable}.")
 
-    # Print the findings after all tables and the verdict last, since a terminal shows the end of a long text.
-    if report.warnings:
-        blocks.append("\n".join(numbered(report.warnings, "warning")))
+    return blocks
+
+
+def first_lines(report: CheckReport, name: str) -> list[str]:
+    """Return the first five lines: verdict, size, memory, weight sync and predicted seconds of a step."""
+    rows = [
+        ("run", _run_line(report)),
+        ("memory", _memory_line(report)),
+        ("weight sync", _transfer_line(report)),
+        ("step", _step_line(report)),
+    ]
+    width = max(len(subject) for subject, _ in rows)
+    lines = [f"{subject:<{width}}  {text}" for subject, text in rows]
+    return [f"{_verdict(report)} ({name} on {_count(report.world_size, 'process', 'es')})", *lines]
+
+
+def _run_line(report: CheckReport) -> str:
+    """Return the sizes of the model and of the run."""
+    config = report.config
+    model = Path(config.model.path).name
+    if report.shape is not None:
+        model += f", {_parameters(report.shape)}"
+
+    # An invalid value may be of any size, or missing.
+    if report.layouts is None:
+        return f"{model}; not computed: {_missing_reason(report)}"
+    jobs = [_stage_line(plan)[0] for plan in stage_plans(config)]
+    if config.job == TRAIN:
+        batch = config.batch
+        jobs.append(
+            f"{config.algorithm.name} for {_count(config.steps, 'step')} of "
+            f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.samples_per_prompt, 'sample')}"
+        )
+    return f"{model}; {', then '.join(jobs)}"
+
+
+def _parameters(shape: ModelShape) -> str:
+    """Return the parameters of a model, and the active ones of a mixture of experts."""
+    text = f"{_short(shape.parameters)} parameters"
+    if shape.active_parameters != shape.parameters:
+        text += f" ({_short(shape.active_parameters)} active)"
+    return text
+
+
+def _short(number: float) -> str:
+    """Return a number with the largest unit that is not larger than it."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def _memory_line(report: CheckReport) -> str:
+    """Return the memory of the fullest rank, and the memory of its device."""
+    if not report.memory:
+        return f"not computed: {_missing_reason(report)}"
+    fullest = report.memory[0]
+    phase = max(PHASES, key=fullest.total)
+    text = f"{_bytes(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
+
+    limit = report.config.gpu_memory_gib
+    if limit is None:
+        return f"{text}; nothing names a device to compare with (--on GPU)"
+    return f"{text}, {fullest.peak / 2**30 / limit:.0%} of {limit:g} GiB"
+
+
+def _transfer_line(report: CheckReport) -> str:
+    """Return the bytes that one weight sync moves."""
+    if report.sync is None:
+        if report.config.job != TRAIN:
+            return "none: the job has no rollout"
+        # Servers shard the model by their own command lines, which the run does not see.
+        if not report.config.rollout.capabilities.in_process:
+            return "not computed: the layout of the servers is theirs"
+        return f"not computed: {_missing_reason(report)}"
+
+    weights = "weights"
+    if separate_lora(report.config) is not None:
+        weights = "adapters"
+    received = byte_text(sum(report.sync.received.values()))
+    received_most = byte_text(report.sync.received_most)
+    model_bytes = byte_text(report.sync.model_bytes)
+    text = f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+    every = report.config.hybrid_engine.every
+    if every == 1:
+        return text
+    return f"{text}; {_interval_text(every)}"
+
+
+def _step_line(report: CheckReport) -> str:
+    """Return the predicted seconds of a step by phase."""
+    prediction = predict_checked(report)
+    if prediction.step is None:
+        return f"not predicted: {prediction.reason}"
+
+    gpu = str(prediction.gpu)
+    if prediction.assumed:
+        gpu += " (assumed)"
+    seconds = prediction.step.seconds
+    phases = ", ".join(f"{phase} {seconds[phase]:.3g}" for phase in seconds if seconds[phase])
+    tokens = f"responses of {prediction.response_tokens:,.0f} tokens"
+    text = f"{prediction.step.total:.3g} s predicted on {gpu}: {phases}; {tokens}"
+
+    # The prediction is of a step that syncs weights and samples each prompt once.
+    if report.config.hybrid_engine.every != 1:
+        text += "; with a weight sync"
+    if report.config.rollout.filters.refill:
+        text += "; without refills"
+    return text
+
+
+def _missing_reason(report: CheckReport) -> str:
+    """Return why a check has no memory and no weight sync."""
     if report.errors:
-        blocks.append("\n".join(numbered(report.errors, "error")))
-    blocks.append(_verdict(report))
-    return "\n\n".join(blocks)
+        return "the configuration has errors"
+    return "the model's config.json is not on this machine"
 
 
 def summary(report: CheckReport) -> str:
-    """Return the batch arithmetic and the roles, for the start of a run."""
+    """Return the pieces of the algorithm, the batch arithmetic and the roles."""
     if report.layouts is None:
         return ""
     # A job of one stage has no training step.
     note = ""
     if report.batch is not None:
         note = "one training step, from prompts to micro-batches"
-    batch = _section("BATCH", note, batch_lines(report))
-    return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
+    blocks = [_section("BATCH", note, batch_lines(report))]
+    if report.config.job == TRAIN and report.algorithm is not None:
+        note = report.algorithm.summary.rstrip(".")
+        blocks.insert(0, _section("ALGORITHM", note, _algorithm(report)))
+    blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+    return "\n\n".join(blocks)
+
+
+def _algorithm(report: CheckReport) -> list[str]:
+    """Return the resolved pieces of the algorithm: name, settings, and where the choice comes from."""
+    section = report.config.algorithm
+    rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
+    for key in KINDS:
+        value = getattr(section, key)
+        path = f"algorithm.{key}"
+        text = piece_text(value)
+        # `with_pieces` leaves the pieces of the value function out of an algorithm without a critic.
+        if value is None and key.startswith("value_"):
+            text = "not used without a critic"
+        rows.append((path, text, _origin_text(report, path)))
+
+    key_width = max(len(path) for path, _, _ in rows)
+    lines: list[str] = []
+    for path, text, origin in rows:
+        indent = " " * (key_width + 2)
+        if origin:
+            text += f"  ({origin})"
+        wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent))
+        lines += [f"{path:<{key_width}}  {wrapped[0]}", *(indent + line for line in wrapped[1:])]
+    return lines
+
+
+def _origin_text(report: CheckReport, path: str) -> str:
+    """Return the file and line, or the override, of an explicit value; empty for any other."""
+    origin = report.origins[path]
+    if origin.kind in ("file", "override"):
+        return origin.detail
+    return ""
 
 
 def _verdict(report: CheckReport) -> str:
@@ -155,6 +348,9 @@ def _configuration(report: CheckReport) -> str:
         # A job of one stage does not read the keys of the others.
         if not job_reads(report.config.job, path):
             continue
+        # The section ALGORITHM has the pieces in full.
+        if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
+            continue
         origin = report.origins[path]
         text = _value(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":
@@ -188,6 +384,37 @@ def _value(value: object) -> str:
     if len(text) <= _MAX_VALUE_WIDTH:
         return text
     return text[: _MAX_VALUE_WIDTH - 3] + "..."
+
+
+def _health(config: RunConfig) -> list[str]:
+    """Return the health rules by effect (warn, end the run, off), and the bands that the user set."""
+    rules = health_rules(config)
+    lines: list[str] = []
+    for label, act in (("warn", WARN), ("end the run", STOP)):
+        names = ", ".join(rule.name for rule in rules if rule.act == act)
+        lines += _labelled(label, names)
+    off = [name for name, change in config.health.rules.items() if not change.on]
+    lines += _labelled("off", ", ".join(off))
+
+    # Bands of the defaults are in docs/health.md.
+    for rule in rules:
+        if rule.name in config.health.rules:
+            metrics = ", ".join(rule.metrics)
+            if rule.measure != VALUE:
+                metrics += f" ({rule.measure})"
+            times = _count(rule.steps, "measurement")
+            lines += _labelled(rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside")
+    return lines
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    """Return a text behind its label, wrapped; no lines for an empty text."""
+    # A name that is broken at a hyphen can no longer be searched for.
+    indent = " " * (_LABEL_COLUMN + 2)
+    first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
+    if not first_line:
+        return []
+    return [f"{label:<{_LABEL_COLUMN}}  {first_line}", *(indent + line for line in further_lines)]
 
 
 def _data_section(report: CheckReport) -> str:
@@ -240,6 +467,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"prompt <= {prompt:,} + response <= {response:,}",
             f"a row has at most {batch.longest_row:,} tokens",
         ),
+        *_limit_lines(config.rollout),
         (
             f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
             f"at most {batch.tokens_per_step:,} tokens per step",
@@ -253,6 +481,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.rollout.order} order", _order_text(config)),
+        *_sync_line(report),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
             _data_passes(config.steps, batch, report.records),
@@ -275,11 +504,11 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         text = f"optimizers gathered for any layout, {_bytes(memory.gathered)} on a rank"
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking = "the copy to the host" if settings.asynchronous else "it"
-    other = SAME
+    other_layout = SAME
     if layout == SAME:
-        other = ANY
+        other_layout = ANY
     per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
-    per_node += f" ({_bytes(memory.on_host(other))} with {other})"
+    per_node += f" ({_bytes(memory.on_host(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     stop = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stop has {settings.stop_seconds or 0:g} s for it"
@@ -297,7 +526,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    # Rows of the replica that has most of them.
+    # The replica with the most rows determines the concurrency.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
     queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
@@ -327,7 +556,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
 
 
 def _order_text(config: RunConfig) -> str:
-    """Return the rows that a step learns from, by the order of the rollout."""
+    """Describe which rows a step trains on, depending on the order of the rollout."""
     rollout = config.rollout
     # Start with the text for the closed order without over-sampling; other settings replace or extend it.
     text = "a step learns from exactly its prompts"
@@ -337,9 +566,75 @@ def _order_text(config: RunConfig) -> str:
         prefixes = "kept" if rollout.on_update == KEEP else "computed again"
         text = "a step learns from the groups complete first by the clock, not repeatable"
         text += f"; at an update prefixes are {prefixes}"
-    if config.asynchrony.steps_ahead or rollout.partial:
+    if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
     return text
+
+
+def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
+    """Return a line for each limit of responses that is not a number."""
+    auto = rollout.auto_limit
+    lines = []
+    for path, value in rollout.limit_settings.items():
+        task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
+        name = "limit of responses" if task == "rollout" else f"limit of {task}"
+
+        # A plain number is in the row of the batch already.
+        if value == AUTO:
+            text = (
+                f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
+                f"task and prompt length, {auto.at_least} to {auto.at_most} tokens; {auto.at_most} for the "
+                f"first {auto.responses} and in evaluations"
+            )
+            lines.append((name, text))
+        elif isinstance(value, dict):
+            rows = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
+            lines.append((name, f"tokens: {', '.join(rows)}"))
+    return lines
+
+
+def _prompts_text(tokens: int | None) -> str:
+    if tokens is None:
+        return "longer prompts"
+    return f"prompts up to {tokens:,}"
+
+
+def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the line on weights that are not synced at every version; no line if they are."""
+    config = report.config
+    every = config.hybrid_engine.every
+    if every == 1:
+        return []
+
+    # Off-policy data: its age, what the loss does about it, and the memory that it costs.
+    age = _count(versions_between(config), "version")
+    text = f"responses are of weights up to {age} older than the actor's"
+    if report.algorithm is not None:
+        text += f", {_correction_text(report.algorithm)}"
+    text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
+    text += "memory, saved in checkpoints between two syncs"
+    return [(f"weights {_interval_text(every)}", text)]
+
+
+def _interval_text(every: int) -> str:
+    """Return how often weights are synced, for an interval of ``every`` versions other than 1."""
+    if every:
+        return f"synced every {every} versions"
+    return "never synced again"
+
+
+def _correction_text(algorithm: Algorithm) -> str:
+    """Describe how the loss corrects for responses of older weights, as the end of a sentence."""
+    correction = algorithm.correction
+    if correction.bypass or algorithm.policy_loss.follows_rollout:
+        return "whose log-probs are those of the loss's ratio"
+    if correction.level != "none":
+        return (
+            f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
+        )
+    if correction.active:
+        return "rejected where they differ too much, and otherwise learned from as if sampled from the newest"
+    return "and nothing corrects for it"
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
@@ -528,6 +823,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 def _unusual_checkpoints(report: CheckReport) -> list[str]:
     """Return a line for each checkpoint that is read in part, or in another form than it is stored in."""
+    # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
     for file in report.models.values():
         model = read_pretrained(file)
@@ -535,7 +831,9 @@ def _unusual_checkpoints(report: CheckReport) -> list[str]:
             text = "the language model of a multimodal checkpoint; exports carry the other parts unchanged"
             lines[f"{file.parent}: {text}"] = None
         if model.quantization is not None:
-            lines[f"{file.parent}: {model.quantization.text}, read as {report.config.model.dtype}"] = None
+            dtype = report.config.model.dtype
+            text = f"{model.quantization.text}, read as {dtype}; exports are {dtype} too"
+            lines[f"{file.parent}: {text}"] = None
     return list(lines)
 
 

@@ -51,11 +51,15 @@ def require_directory(path: Path, argument: str) -> None:
     fix = "correct the path"
     if siblings:
         fix = f"other directories there: {', '.join(siblings[:8])}"
+
+    got = "no such path"
+    if path.exists():
+        got = "a file"
     raise UserError(
         f"there is no directory {path}",
         where=argument,
         expected="an existing directory",
-        got="a file" if path.exists() else "nothing there",
+        got=got,
         fix=fix,
     )
 
@@ -67,12 +71,25 @@ def load_and_check(
     job: str | None = None,
     training: bool = False,
     without_files: bool = False,
+    gpu: str | None = None,
 ) -> CheckReport:
-    """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
+    """Load and check the configuration of a command; raises UserErrors if it cannot be read at all.
 
-    ``job`` None: the configuration's own.
+    ``job`` replaces the configuration's own; None keeps it. ``gpu`` names the GPU of a cluster to check for
+    in place of this machine.
     """
+    # After the user's overrides, so that it wins.
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
-    return check_file(arguments.config, overrides, world_size, training=training, without_files=without_files)
+    if gpu is not None:
+        # The memory is that of the named GPU, not that of the GPU which the file was written for.
+        overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
+    return check_file(
+        arguments.config,
+        overrides,
+        world_size,
+        training=training,
+        without_files=without_files,
+        elsewhere=gpu is not None,
+    )

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
     )
+    # For launch/setup.sh, which installs only the packages that this command lists.
     parser.add_argument(
         "--before-install",
         metavar="FILE",
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TOOLKIT,
         help="with --before-install: CUDA of torch and vLLM (%(default)s)",
     )
+
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -76,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every finding; the exit code is 1 where something cannot work."""
+    """Print every finding; return exit code 1 if any finding is an error."""
     if arguments.before_install:
         return _before_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
 
@@ -98,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = current_launch(joins=True).world_size
     measures_links = world > 1 and not arguments.gpu
+    # The proof measures the links itself.
     if measures_links:
         link_section, rank_section = _links(errors)
         sections["links between ranks"] = link_section
@@ -106,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
+
     # Skip the proof after errors: without packages it would fail with a less helpful message.
     if arguments.gpu and not _failed(sections):
         sections["proof"] = _proof(Path(arguments.out), world, prints=prints and not arguments.json)
@@ -115,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
     elif prints:
         _print(sections)
+
     if measures_links:
         from megatron_rl.distributed import watch
 
@@ -168,12 +173,14 @@ def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     driver = driver_version()
     if driver is not None:
         unfit = unfit_driver(driver, pinned["torch"], toolkit)
-        findings += [unfit] if unfit else []
+        if unfit:
+            findings.append(unfit)
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
-    missing = missing_requirements(lock_text, versions, toolkit)
-    requirements.write_text("".join(f"{requirement}\n" for requirement in missing), encoding="utf-8")
+    # The versions that the machine's own packages, such as a vendor's torch, leave to be installed.
+    to_install = missing_requirements(lock_text, versions, toolkit)
+    requirements.write_text("".join(f"{requirement}\n" for requirement in to_install), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
 
 
@@ -219,16 +226,20 @@ def _imports() -> list[Finding]:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = (str(error).splitlines() or [""])[0]
             text = f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+
             # Without vLLM plain torch can generate.
-            level = "warning" if name == "vLLM" else "error"
+            level = "error"
+            if name == "vLLM":
+                level = "warning"
             findings.append(Finding(level, name, text, fix))
     return [*findings, *_attention_compiler()]
 
 
 def _attention_compiler() -> list[Finding]:
-    """Check what cuDNN compiles attention kernels with, where torch has a GPU; after the import of torch."""
+    """Check the compiler with which cuDNN builds attention kernels; only with torch imported and a GPU."""
     if "torch" not in sys.modules:
         return []
+
     from megatron_rl.distributed import device
 
     toolkit = device.toolkit()

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     # argparse assigns all following arguments to --checkpoint: those with = are overrides.
     overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
     paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
+
     # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = report.valid()
     for path in paths:
         require_checkpoint(path)
+
     # A training run may have no evaluation sets, but this command needs at least one.
     if not config.evaluation.sets:
         raise UserError(

@@ -35,15 +35,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     # A checkpoint consists of many files, which must not be mixed with existing ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        content = "a file"
+        if out.is_dir():
+            content = "not empty"
         raise UserError(
-            "the export would overwrite something",
+            "the export would overwrite existing files",
             where="--out",
             expected="a directory that does not exist yet, or an empty one",
-            got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
+            got=f"{out} is {content}",
             fix="choose another directory, or remove it",
         )
 
     require_checkpoint(checkpoint)
+
     # `require_checkpoint` also accepts a Hugging Face model, which only `eval` can use.
     if not is_checkpoint(checkpoint):
         raise UserError(

@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     try:
         options = parse(list(arguments))
+
         # This process and its children connect to servers on this machine without a proxy.
         os.environ.update(without_proxy(os.environ))
         return int(import_module(COMMANDS[options.command][0]).run(options))
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _not_installed(package: str) -> UserError:
-    """Return the error of a package that a command imports and this Python does not have."""
+    """Return the error for a package that a command imports and this Python does not have."""
     return UserError(
         "a package that this command needs is not installed for this Python",
         where=sys.executable,
@@ -119,6 +120,7 @@ def _add_overrides(
     """Add ``key=value`` arguments that follow an option to the overrides, which argparse does not parse."""
     overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
     unrecognized = [text for text in unparsed if text not in overrides]
+
     # Commands without a configuration have no overrides.
     if unrecognized or (overrides and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(unrecognized or overrides)}")

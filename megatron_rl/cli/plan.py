@@ -1,4 +1,4 @@
-"""The ``plan`` command: search placements, or calibrate the constants."""
+"""The ``plan`` command: search placements of a model or of a configuration, or calibrate the constants."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.configured import (
+    configured_record,
+    configured_text,
+    plan_configuration,
+)
 from megatron_rl.planning.predict.placement import (
     ONE_STEP_OFF,
     OPEN_ORDER,
     ROLES,
     SYNCHRONOUS,
     Problem,
-    search,
+    search_simple,
 )
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
@@ -28,11 +33,42 @@ from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
 
+_MODEL_OPTIONS = {
+    "algorithm": "grpo",
+    "critic": None,
+    "lora_rank": None,
+    "no_reference": False,
+    "no_reward_model": False,
+    "prompts": 256,
+    "samples": 8,
+    "optimizer_steps": 1,
+    "prompt_tokens": 1024,
+    "response_tokens": 8192,
+    "response_tokens_mean": None,
+    "precision": "bf16",
+    "split": SYNCHRONOUS,
+    "gpus_per_node": None,
+    "network_gigabits_per_gpu": None,
+    "network_gigabits_per_node": None,
+    "out": None,
+    "model_path": None,
+    "data": None,
+    "reward": None,
+    "reward_model_path": None,
+}
+"""Options that a configuration decides itself, with their defaults."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to a parser."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="preset name, Hugging Face directory or config.json"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="preset name, Hugging Face directory or config.json; or CONFIG, the YAML file of a run",
+    )
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="values that replace CONFIG's"
     )
 
     machine = parser.add_argument_group("machines")
@@ -61,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of what is predicted; a run, and so a plan with --out, has bf16 (default)",
     )
 
+    # Two names for values of one setting, since the flags read better than the value.
     sampling = job.add_mutually_exclusive_group()
     sampling.add_argument(
         "--one-step-off",
@@ -100,13 +137,23 @@ def run(args: argparse.Namespace) -> int:
     """Run ``plan`` and return its exit code; raises UserError."""
     if args.calibrate:
         return _calibrate(args)
+    if args.model and args.model.endswith((".yaml", ".yml")):
+        return _plan_configuration(args)
     # Both are optional for argparse, since --calibrate needs neither.
     if not args.model or not args.gpus:
         raise UserError(
             "plan needs a model and a number of GPUs",
             where="command line",
-            expected="plan MODEL --gpus N [--gpu h100], or plan --calibrate RUN_DIR",
+            expected="plan MODEL --gpus N [--gpu h100], plan CONFIG, or plan --calibrate RUN_DIR",
             got=f"MODEL {args.model}, --gpus {args.gpus}",
+        )
+    if args.overrides:
+        raise UserError(
+            "overrides are of a configuration, and a model is planned",
+            where="command line",
+            expected="plan CONFIG KEY=VALUE, with the YAML file of a run",
+            got=f"plan {args.model} {' '.join(args.overrides)}",
+            fix="name the configuration, or use the options that plan --help lists",
         )
     return _search(args)
 
@@ -212,7 +259,7 @@ def _search(args: argparse.Namespace) -> int:
     """Print the best placements, and write the files that the arguments name."""
     problem = problem_of(args)
     started = time.monotonic()
-    result = search(problem, args.split)
+    result = search_simple(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
     runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
     runs.sort(key=lambda run: run.prediction.total)
@@ -225,6 +272,34 @@ def _search(args: argparse.Namespace) -> int:
     if args.out:
         Path(args.out).write_text(config_text(problem, runs[0]))
         print(f"wrote {args.out}: {runs[0].plan.name}")
+    return 0
+
+
+def _plan_configuration(args: argparse.Namespace) -> int:
+    """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
+    # An option with its default value cannot be told from an absent one, and changes nothing.
+    explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
+    if explicit_options:
+        option = "--" + explicit_options[0].replace("_", "-")
+        raise UserError(
+            f"{option} describes a model's job, and the configuration describes its own",
+            where=option,
+            expected="plan CONFIG [KEY=VALUE …] with --gpus, --gpu, --best, --json or --constants",
+            got=f"{option} with {args.model}",
+            fix="write the value into the configuration, or as KEY=VALUE behind it",
+        )
+    require_counts(args, "gpus", at_most=MAX_WORLD)
+
+    overrides = list(args.overrides)
+    if args.gpus is not None:
+        overrides.append(f"world_size={args.gpus}")
+    constants = load_constants(args.constants)
+    plans = plan_configuration(Path(args.model), overrides, None, args.gpu, constants)
+    best = plans.found[: max(1, args.best)]
+    print(configured_text(args.model, plans, best))
+    if args.json:
+        records = [configured_record(plan) for plan in (plans.given, *best)]
+        Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0
 
 

@@ -32,6 +32,7 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_text, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+"""Dtypes of an engine's weights by the values of ``--dtype``."""
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
 """GPU types of the clusters that are predicted by default."""
 
@@ -86,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
     tensor, whole_experts = _engine_layout(arguments.target)
+
     # By default the engine shares the actor's ranks.
     ranks = actor.ranks
     if arguments.rollout_ranks:
@@ -124,9 +126,10 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
     """Return the adapters to transfer instead of the weights; raises UserErrors for invalid ones."""
     if rank is None:
         return None
+
     model = pretrained(config)
     lora = LoraConfig(rank, sync="adapter")
-    # Apply the rules of `check` for a run.
+    # The same rules as for a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)

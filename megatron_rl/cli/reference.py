@@ -1,7 +1,7 @@
 """Generator of the documentation pages that are derived from the code.
 
-``python -m megatron_rl.cli.reference > docs/configuration.md`` writes the configuration reference, and
-``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` each of the others.
+``python -m megatron_rl.cli.reference all`` writes every page below docs/, and
+``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` one of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megatron_rl import PUBLIC
@@ -23,18 +25,34 @@ from megatron_rl.config.field_types import entry_class, field_hints, section_cla
 from megatron_rl.config.load import to_plain
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, NO_COUNTERPART, foreign_keys
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.setting import ForeignName, Setting, is_setting, setting_of
+from megatron_rl.config.setting import Setting, is_setting, setting_of
 from megatron_rl.config.source import one_line
 
 _HEAD = """\
 # Configuration reference
 
-Every key of a run's configuration. A key is written in YAML below its sections, or on the command line with
-dots between: `actor.layout.tensor=2`. A default in *italics* says in words what a run takes where the
-configuration gives nothing. `check` prints every key of a run with its value and where the value comes from.
+Every key of a run's configuration, a page for each subject. A key is written in YAML below its sections, or
+on the command line with dots between: `actor.layout.tensor=2`.
 
-This page is made from the fields of the configuration: `python -m megatron_rl.cli.reference`.
+Below each key are its type and its default. A default in *italics* describes what a run takes where the
+configuration gives nothing. `check --verbose` prints every derived value of a run with its reason.
+
+These pages are made from the fields of the configuration: `python -m megatron_rl.cli.reference all`.
+Other projects' names of the keys are on [a page of their own](other_names.md).
 """
+SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "model": ("Model", ("model",)),
+    "data": ("Data and batches", ("data", "batch")),
+    "algorithm": ("Algorithm", ("algorithm",)),
+    "pieces": ("Pieces of an algorithm", ()),
+    "roles": ("Actor, critic, reference, teacher", ("actor", "critic", "reference", "teacher")),
+    "rollout": ("Rollout", ("rollout",)),
+    "reward": ("Reward", ("reward",)),
+    "stages": ("Stages before the first step", ("sft", "preference")),
+    "weights": ("Weight sync and sampling ahead", ("hybrid_engine", "mismatch", "asynchrony")),
+    "watch": ("Evaluation, checkpoints, health, trackers", ("evaluation", "checkpoint", "health", "logging")),
+}
+"""Page below docs/configuration -> its title and the sections of the top level on it."""
 _MADE = "This page is made from the code: `python -m megatron_rl.cli.reference {}`.\n"
 _ALGORITHMS_HEAD = f"""\
 # Algorithms
@@ -42,6 +60,22 @@ _ALGORITHMS_HEAD = f"""\
 An algorithm is composed of pieces; `algorithm.name` chooses one of those below, and a key of `algorithm`
 replaces a piece or sets it otherwise, see [configuration](configuration.md). A piece that is not named is
 GRPO's. Each has a recipe in `configs/recipes/`.
+
+| you want | take |
+|---|---|
+| a first run on rewards that can be verified | `grpo` |
+| long answers, many prompts that are all right or all wrong | `dapo` |
+| a mixture of experts | `gspo`, or `grpo` with `actor.routing_replay` |
+| no bias by length or by difficulty | `dr_grpo` |
+| a value for each token, or rewards inside a response | `ppo`, `vapo` |
+| no groups: one sample of each prompt | `reinforce_pp`, `remax` |
+| the simplest baseline | `rloo`, `reinforce` |
+| samples that are older than a step | `cispo`, `topr`, `vespo` |
+| more exploration, less collapse of entropy | `clip_cov`, `kl_cov`, `grpo_pass_at_k` |
+| several rewards of different scale | `gdpo` |
+| a small model from a large one | `distillation` |
+
+The table is a beginning, from what their papers claim: this project has not compared them.
 
 {_MADE.format("algorithms")}"""
 _COMMANDS_HEAD = f"""\
@@ -51,10 +85,10 @@ _COMMANDS_HEAD = f"""\
 codes: 0, 2 for bad input, 1 for any other failure.
 
 {_MADE.format("commands")}"""
-_PYTHON_HEAD = f"""\
-# Python
-
-`from megatron_rl import NAME` imports the module of that name on first use.
+_PYTHON_GUIDE = Path(__file__).with_name("python_guide.md")
+"""Guide that begins the page, written by hand."""
+_PYTHON_HEAD = f"""
+# Reference
 
 {_MADE.format("python")}"""
 _NAMES_HEAD = f"""\
@@ -64,22 +98,51 @@ What other projects call our keys. A configuration with one of these names is re
 the value differs, so a recipe is translated by running `check` until it reports no further name.
 
 {_MADE.format("other_names")}"""
-_COLUMNS = ("Key", "Type", "Default", "Allowed", "Meaning", "Elsewhere called")
+_COLUMNS = ("Key, type, default", "Meaning")
 
 
 def configuration() -> str:
-    """Return the configuration reference: a table for each kind of section, in their order."""
+    """Return the first page of the configuration reference: the pages by subject, and the top level."""
+    rows = []
+    for name, (title, sections) in SUBJECTS.items():
+        keys = ", ".join(f"`{section}`" for section in sections)
+        rows.append((f"[{title}](configuration/{name}.md)", keys or "`algorithm.advantage` and the others"))
+    pages = _table_lines(("Page", "Sections"), rows)
+    return "\n".join([_HEAD, *pages, "", _section_table(RunConfig, [""])])
+
+
+def configuration_of(subject: str) -> str:
+    """Return the page of one subject: a table for each kind of section, in their order."""
+    title, _ = SUBJECTS[subject]
+    tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
+    if subject == "pieces":
+        tables = [_piece_table(key, kind) for key, kind in KINDS.items()]
+
+    back = f"A part of the [configuration reference](../configuration.md). {_MADE.format('all')}"
+    return "\n".join([f"# {title}\n", back, *tables])
+
+
+def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
+    """Return the sections of each subject's page, each with the paths that share its table."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
-        paths_by_class.setdefault(section, []).append(path)
-    sections = [_section_table(section, paths) for section, paths in paths_by_class.items()]
-    pieces = [_piece_table(key, kind) for key, kind in KINDS.items()]
-    return "\n".join([_HEAD, *sections, *pieces])
+        if path:
+            paths_by_class.setdefault(section, []).append(path)
+
+    # A shared table is on the page of its first path, which is the actor's where it has one.
+    for paths in paths_by_class.values():
+        paths.sort(key=lambda path: not path.startswith("actor."))
+    subject_of = {key: subject for subject, (_, keys) in SUBJECTS.items() for key in keys}
+    sections: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
+    for section, paths in paths_by_class.items():
+        subject = subject_of[paths[0].partition(".")[0]]
+        sections[subject].append((section, paths))
+    return sections
 
 
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
-    """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
+    """Yield (path, class) of a section and its subsections; NAME stands for any entry of a mapping."""
     yield path, section
     for name, hint in field_hints(section).items():
         # The top level has an empty path, so remove the leading dot.
@@ -93,8 +156,9 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    """Return the lines of a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _section_table(section: type, paths: list[str]) -> str:
@@ -104,7 +168,12 @@ def _section_table(section: type, paths: list[str]) -> str:
         title = ", ".join(f"`{path}`" for path in paths)
     rows = [_key_row(item, field_hints(section)[item.name]) for item in dataclasses.fields(section)]
     meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
-    return "\n".join([f"## {title}", "", meaning, "", *_table_lines(_COLUMNS, rows), ""])
+    paths_line: list[str] = []
+    if len(paths) > 2:
+        # A long list of paths is no heading.
+        title = f"`{paths[0]}` and {len(paths) - 1} others"
+        paths_line = [f"Of {', '.join(f'`{path}`' for path in paths)}.", ""]
+    return "\n".join([f"## {title}", "", meaning, "", *paths_line, *_table_lines(_COLUMNS, rows), ""])
 
 
 def _piece_table(key: str, kind: Kind) -> str:
@@ -112,28 +181,25 @@ def _piece_table(key: str, kind: Kind) -> str:
     rows = []
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
-        settings = [item for item in dataclasses.fields(piece) if is_setting(item)]
-        cells = [_setting_cells(piece, item) for item in settings] or [[""] * 4]
-        # Only the row of the first setting has the name and the summary.
-        rows.append([f"`{name}`", summary, *cells[0]])
-        rows.extend(["", "", *setting_cells] for setting_cells in cells[1:])
-    header = ("Name", "What it does", "Setting", "Default", "Allowed", "Meaning")
+        rows.append((f"`{name}`", _cell(summary)))
+        rows += [_setting_row(name, piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
+    header = ("Name, or setting of it", "Meaning")
     return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
 
 
-def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
-    """Return the name, default, bounds and meaning of a piece's setting."""
+def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
+    """Return the cells of a piece's setting: its name with the default, its meaning with the bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
+
     # None means that a setting is off, or that its default is described in words.
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
         default = f"*{setting.unset or 'none'}*"
-    cells = [f"`{item.name}`", default, _allowed(setting), setting.meaning]
-    return [cell.replace("|", "\\|") for cell in cells]
+    return _cell(f"… `{item.name}`<br>{default}"), _cell(_meaning(setting))
 
 
-def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
+def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
     """Return the cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
     type_name = "section"
@@ -141,32 +207,27 @@ def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
         types = [option for option in union_members(hint) if option is not type(None)]
         names = [type_text(option).removeprefix("an ").removeprefix("a ") for option in types]
         type_name = ", ".join(filter(None, [" or ".join(names), setting.unit]))
+    lines = filter(None, [f"`{item.name}`", type_name, _default(item, setting)])
+    return _cell("<br>".join(lines)), _cell(_meaning(setting))
 
-    # Other projects' names of the key itself, then of keys below it.
-    foreign = [_foreign_names(setting.foreign_names)]
-    for key in dict.fromkeys(key for key, _ in setting.foreign_names_below):
-        names_below = [name for below, name in setting.foreign_names_below if below == key]
-        foreign.append(f"`{key}`: {_foreign_names(names_below)}")
 
-    cells = [
-        f"`{item.name}`",
-        type_name,
-        _default(item, setting),
-        _allowed(setting),
-        setting.meaning,
-        "; ".join(filter(None, foreign)),
-    ]
-    return [cell.replace("|", "\\|") for cell in cells]
+def _meaning(setting: Setting) -> str:
+    """Return the meaning of a setting with its choices or bounds."""
+    allowed = _allowed(setting)
+    if not allowed:
+        return setting.meaning
+    return f"{setting.meaning}<br>Allowed: {allowed}."
 
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
-    # The keys of a section have their own rows, so only list the values that differ from its class.
+    # The keys of a section have rows of their own: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
             return _differences(value)
         return f"`{one_line(to_plain(value))}`"
+
     if item.default is dataclasses.MISSING:
         return "required"
     if item.default is None:
@@ -194,20 +255,6 @@ def _allowed(setting: Setting) -> str:
     return choices
 
 
-def _foreign_names(names: Sequence[ForeignName]) -> str:
-    """Return other projects' names, by project; common short names have no project."""
-    projects: dict[str, list[str]] = {}
-    for name in names:
-        projects.setdefault(name.project, []).append(f"`{name.name}`")
-    texts = []
-    for project, project_names in projects.items():
-        text = ", ".join(project_names)
-        if project != "common":
-            text += f" ({project})"
-        texts.append(text)
-    return ", ".join(texts)
-
-
 def algorithms() -> str:
     """Return every named algorithm with its pieces, and every piece with its equation and source."""
     blocks = [_ALGORITHMS_HEAD]
@@ -227,6 +274,7 @@ def algorithms() -> str:
     for key, kind in KINDS.items():
         for piece in kind.named.values():
             first_kind.setdefault(type(piece), key)
+
     for key, kind in KINDS.items():
         # A link for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
@@ -296,24 +344,26 @@ def _help(action: argparse.Action) -> str:
 
 def python() -> str:
     """Return the public names with their signatures and docstrings."""
-    blocks = [_PYTHON_HEAD]
+    blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
         if inspect.isclass(value):
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_signature(value)}"
+            declaration = f"def {name}{_wrapped(_signature(value))}"
             members = ()
+
         # Each entry has the signature as Python, the docstring, and a table of the members.
         blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
 
-        rows = [
-            f"| `{member}{_cell(_signature(item))}` | {_cell(_doc(item).partition(chr(10))[0])} |"
-            for member, item in members
-            if not member.startswith("_")
-            and (inspect.isfunction(item) or isinstance(item, property | classmethod))
-        ]
+        rows = []
+        for member, item in members:
+            is_method = inspect.isfunction(item) or isinstance(item, property | classmethod)
+            if member.startswith("_") or not is_method:
+                continue
+            summary = _doc(item).partition("\n")[0]
+            rows.append(f"| `{member}{_cell(_signature(item))}` | {_cell(summary)} |")
         if rows:
             blocks += ["| Member | Meaning |", "|---|---|", *rows, ""]
     return "\n".join(blocks)
@@ -325,13 +375,38 @@ def _signature(item: Any) -> str:
         return ""
     if isinstance(item, classmethod):
         item = item.__func__
+
     text = str(inspect.signature(item))
+    # A default without a literal, such as a sentinel of dataclasses.
+    text = re.sub(r"<[^>]*>", "...", text)
     # Annotations are strings, which inspect prints in quotes.
-    return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
+    text = re.sub(r"(: |-> )(['\"])(.*?)\2", r"\1\3", text)
+    return re.sub(r"\((self|cls)(, )?", "(", text)
+
+
+def _wrapped(signature: str) -> str:
+    """Return a signature with a line for each parameter if it is long."""
+    if len(signature) <= 80 or not signature.startswith("("):
+        return signature
+    inside, _, result = signature[1:].rpartition(")")
+    lines = "".join(f"    {parameter},\n" for parameter in _parameters(inside))
+    return f"(\n{lines}){result}"
+
+
+def _parameters(text: str) -> Iterator[str]:
+    """Yield the parameters of a signature; commas inside brackets do not separate them."""
+    depth = 0
+    begin = 0
+    for position, character in enumerate(text):
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            yield text[begin:position].strip()
+            begin = position + 1
+    yield text[begin:].strip()
 
 
 def other_names() -> str:
-    """Return other projects' names of the keys, a table per project."""
+    """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
@@ -342,7 +417,9 @@ def other_names() -> str:
 
     lines = [_NAMES_HEAD]
     for project in sorted(rows_by_project, key=str.lower):
-        title = "Short names" if project == "common" else project
+        title = project
+        if project == "common":
+            title = "Short names"
         lines += [
             f"## {title}\n",
             "| There | Here | How the value differs |",
@@ -373,14 +450,31 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "configuration": configuration,
+    **{f"configuration/{subject}": partial(configuration_of, subject) for subject in SUBJECTS},
     "algorithms": algorithms,
     "commands": commands,
     "python": python,
     "other_names": other_names,
 }
 """Page below docs/ -> function that makes it."""
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def write_all(folder: Path) -> None:
+    """Write every page below a folder."""
+    for name, make in PAGES.items():
+        path = folder / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(make(), encoding="utf-8")
+
 
 if __name__ == "__main__":
-    print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "configuration"](), end="")
+    page = "configuration"
+    if len(sys.argv) > 1:
+        page = sys.argv[1]
+    if page == "all":
+        write_all(DOCS)
+    else:
+        print(PAGES[page](), end="")

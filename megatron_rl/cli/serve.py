@@ -1,4 +1,4 @@
-"""The ``serve`` command: what was trained behind vLLM's own OpenAI-compatible server."""
+"""The ``serve`` command: a trained model behind vLLM's own OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
+from megatron_rl.config.sections.rollout import temperature_schedule
 
 HOST_MEMORY = "0.25"
-"""Fraction of a host's memory that the server takes without a GPU."""
+"""Fraction of a host's memory that the server may use without a GPU: other programs need the rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export where needed, then become vLLM's server."""
+    """Export a checkpoint if necessary, then replace this process by vLLM's server."""
     source = Path(arguments.source)
     require_directory(source, "SOURCE")
     model = model_folder(source, trusted=arguments.trust)
+
+    # A model of a run is sampled as in training, and named after the run.
     folder = folder_of_checkpoint(model)
     defaults: dict[str, Any] = {}
     named_folder = model
@@ -61,17 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"serving {model} as {name} at {address}/v1, sampling by default: {defaults or 'as vLLM does'}")
     print(f"next: megatron-rl bench-serve {address}")
     print(f"vLLM: {shlex.join(command)}", flush=True)
+
     # vLLM's server takes this process, so that signals reach it.
     os.execv(sys.executable, command)
 
 
 def model_folder(source: Path, *, trusted: bool = False) -> Path:
-    """Return the Hugging Face model of a source; export a checkpoint that has none yet.
+    """Return the folder of a source's Hugging Face model; export a checkpoint that has none yet.
 
-    Of a run: the model of its end, or that of its newest checkpoint.
+    A run's model is the one that it wrote at its end, otherwise the model of its newest checkpoint.
     """
     if (source / "config.json").is_file():
         return source
+
     checkpoint = source
     if not is_checkpoint(source):
         run = RunFolder(source)
@@ -91,11 +96,14 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the run's sampling as fields of a generation_config.json, without those that are off."""
+    """Return the run's sampling parameters as fields of a generation_config.json."""
     rollout = load_config(folder.config).rollout
+
+    # Filters that are off are left out, as vLLM's defaults are off.
     defaults: dict[str, Any] = {
-        "temperature": rollout.temperature,
-        "max_new_tokens": rollout.max_response_tokens,
+        # Of a temperature that changes over steps, the last one.
+        "temperature": temperature_schedule(rollout.temperature).end,
+        "max_new_tokens": rollout.response_limit,
     }
     if rollout.top_p < 1:
         defaults["top_p"] = rollout.top_p
@@ -103,13 +111,15 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
         defaults["top_k"] = rollout.top_k
     if rollout.min_p > 0:
         defaults["min_p"] = rollout.min_p
+    if rollout.repetition_penalty != 1:
+        defaults["repetition_penalty"] = rollout.repetition_penalty
     return defaults
 
 
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    The module, since the script ``vllm`` of the package for hosts does not start.
+    It runs the module: the ``vllm`` script of the CPU package (0.32) does not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
@@ -117,6 +127,7 @@ def server_command(model: Path, name: str, host: str, port: int, defaults: dict[
     ]  # fmt: skip
     if defaults:
         command += ["--override-generation-config", json.dumps(defaults)]
+
     # By default vLLM takes 0.92 of the memory, which on a host is that of all programs.
     if shutil.which("nvidia-smi") is None:
         command += ["--gpu-memory-utilization", HOST_MEMORY]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_rl.cli.check_text import summary
+from megatron_rl.cli.check_text import first_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
+from megatron_rl.trainer.logging import output_to
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,20 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, then train.
 
-    Every rank checks the same input before the first collective, so all exit with the same errors and none is
-    left waiting.
+    Every rank checks the same input before the first collective, so all ranks exit with the same errors, and
+    none waits for another.
     """
     leave_with_launcher()
     world_size = current_launch(joins=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+
+    # Raises the errors, after the warnings that may explain them.
     config = report.valid()
     if process_rank() == 0:
-        print(summary(report), flush=True)
+        lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
+        print("\n".join(lines), flush=True)
 
-    # After the check, since it imports torch, Megatron-Core and the engine.
-    from megatron_rl.trainer import run as trainer
+    # After the check, since it takes long. What libraries print meanwhile belongs into the rank's log.
+    log = RunFolder(config.run_dir).create().rank_log(process_rank())
+    with output_to(log, main=False):
+        from megatron_rl.trainer import run as trainer
 
     trainer.run(config)
     return 0

@@ -73,7 +73,10 @@ def separate_lora(config: RunConfig) -> LoraConfig | None:
 
 
 def separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return the model and the layers of the adapters of `separate_lora`; read the model's config.json."""
+    """Return the adapted layers of the actor's model if the engine gets its adapters separately, else None.
+
+    Reads the model's config.json; see `separate_lora`.
+    """
     lora = separate_lora(config)
     if lora is None:
         return None

@@ -54,6 +54,9 @@ from megatron_rl.shapes.traffic import peers_on_node
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
 
+# Item of the connections of a weight sync.
+SYNC_CONNECTIONS = "sync connections"
+
 # Bytes per second that a node is assumed to write to a shared file system.
 CHECKPOINT_BANDWIDTH = 10**9
 
@@ -376,7 +379,7 @@ class CheckpointMemory:
 
     @property
     def write_seconds(self) -> float:
-        """Return the time in which a node writes its share, at `CHECKPOINT_BANDWIDTH`."""
+        """Return the seconds that a node needs to write its share, at `CHECKPOINT_BANDWIDTH`."""
         return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
 
     def on_host(self, layout: str) -> int:
@@ -427,7 +430,7 @@ def checkpoint_memory(
 def _trained(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
-    """Return the items of a role that trains."""
+    """Return the memory items of a trained role: weights, gradients, optimizer state and activations."""
     spec = spec_of(role)
     path = section_of(role)
     if spec.head == NUMBER:
@@ -497,7 +500,7 @@ def _trained(
     phases = ("score", "learn")
     items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
 
-    # A forward pass has the logits alone; the backward pass sums gradients beside them.
+    # The forward pass only holds the logits; the backward pass also accumulates their gradients.
     head_sums = int(memory.logits - scoring.logits)
     if head_sums:
         detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
@@ -568,7 +571,7 @@ def _forward(
     layout: ParallelLayout,
     fused: bool,
 ) -> list[MemoryItem]:
-    """Return the items of a forward pass; a chunk of logits is resident in all of ``phases``."""
+    """Return the memory items of a forward pass; a chunk of logits is resident in all of ``phases``."""
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
@@ -581,7 +584,7 @@ def _forward(
 def _frozen(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
-    """Return the items of a role that only runs forward passes."""
+    """Return the memory items of a frozen role: weights, and the activations of a forward pass."""
     path = section_of(role)
     if spec_of(role).head == NUMBER:
         shape = shape.with_scalar_head()
@@ -623,7 +626,7 @@ def _sync_connections(
     if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:
         size += NETWORK_PEERS_BYTES
         detail += f", {NETWORK_PEERS_BYTES >> 20} MiB for all others"
-    return MemoryItem("sync connections", size, PHASES, detail)
+    return MemoryItem(SYNC_CONNECTIONS, size, PHASES, detail)
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
@@ -639,7 +642,7 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
 def _rollout(
     config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
 ) -> list[MemoryItem]:
-    """Return the items of an engine in the ranks that is ``awake`` in these phases."""
+    """Return the memory items of an in-process engine that is not asleep in the phases ``awake``."""
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters

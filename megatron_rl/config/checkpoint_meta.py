@@ -131,7 +131,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
 
 
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
-    """Return the properties that identify a model, as JSON has them: its family and every size.
+    """Return the properties that identify a model, as plain JSON values: its family and every size.
 
     The maximum number of positions is not one of them, since the same weights work with another value.
     """
@@ -211,7 +211,7 @@ def _is_resharded(role: Mapping[str, Any]) -> bool:
 
 
 def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Return whether Megatron loads a role's optimizer on a layout of these sizes as it is stored."""
+    """Return whether Megatron can load a role's saved optimizer on a layout of these sizes unchanged."""
     return optimizer_layout(role) == ANY or all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
 
 

@@ -26,6 +26,7 @@ from megatron_rl.config.placement import (
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, CheckpointConfig, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.config.sections.response_limits import largest_limit
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
@@ -174,12 +175,12 @@ def smallest_world(config: RunConfig) -> int:
 
 def longest_response(config: RunConfig) -> int:
     """Return the largest number of tokens of a response, over all sampling profiles."""
-    responses = [config.rollout.max_response_tokens]
-    for profile in config.rollout.sampling_profiles.values():
-        value = profile.get("max_response_tokens")
+    rollout = config.rollout
+    responses = [rollout.response_limit]
+    for value in rollout.limit_settings.values():
         # The values of sampling profiles may not have been validated yet.
-        if isinstance(value, int) and not isinstance(value, bool):
-            responses.append(value)
+        if isinstance(value, int | str | dict) and not isinstance(value, bool):
+            responses.append(largest_limit(value, rollout.auto_limit))
     return max(responses)
 
 
@@ -196,8 +197,23 @@ def longest_trained_row(config: RunConfig) -> int:
     return max(limits)
 
 
-def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
-    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
+@dataclass(frozen=True)
+class MicroBatchBounds:
+    """Bounds of the tokens per micro-batch that follow from rows and pipeline stages, not from memory.
+
+    Example: 32 rows of up to 1,024 tokens on each rank, without a pipeline, have bounds of 1,024 and 32,768.
+    """
+
+    row_tokens: int
+    """Tokens of the longest row: no micro-batch can be smaller."""
+    share: int
+    """Tokens of a rank's share of a mini-batch, divided by ``microbatches``; may be below ``row_tokens``."""
+    microbatches: int
+    """Micro-batches of that share."""
+
+
+def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBounds:
+    """Return the bounds of the tokens per micro-batch for a role that trains on ``layout``."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
     rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
@@ -210,12 +226,20 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     # Assume all rows at their limits, since the budget must hold for every step.
     share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
+    return MicroBatchBounds(row_tokens, share, microbatches)
+
+
+def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
+    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
+    bounds = microbatch_bounds(config, layout)
+    row_tokens = bounds.row_tokens
+    share = bounds.share
     budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
 
     if budget == row_tokens:
         return budget, f"the longest row has {row_tokens} tokens"
-    if budget == share and stages > 1:
-        return budget, f"{microbatches} micro-batches keep {stages} pipeline stages busy"
+    if budget == share and layout.pipeline > 1:
+        return budget, f"{bounds.microbatches} micro-batches keep {layout.pipeline} pipeline stages busy"
     if budget == share:
         return budget, "a mini-batch fits in one micro-batch"
     return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
@@ -259,7 +283,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 
 
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
-    """Return ``config`` with default sections of the roles that ``algorithm`` needs and that it lacks."""
+    """Add a default section for each role that ``algorithm`` needs and ``config`` does not have."""
     for spec in MODEL_ROLES:
         if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
             continue
@@ -287,6 +311,7 @@ def resolve(
     config = _with_placement(config, world_size, shape, reasons)
     config = _with_starting_models(config, reasons)
     config = _with_training_settings(config, reasons)
+    config = _with_repeatable_passes(config, reasons)
     config = with_adapters(config, shape, reasons)
 
     # This default depends on this machine: a plan for another machine has to set it.
@@ -412,6 +437,28 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
     return with_role_sections(config, fill)
 
 
+def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Reduce gradients after the backward pass where ranks can then repeat a pass that ran out of memory.
+
+    Only for a run with a memory target, whose micro-batches are as large as they can be.
+    """
+    if config.batch.memory_target is None:
+        return config
+
+    def fill(path: str, section: Any) -> Any:
+        if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
+            return section
+        layout = role_layout(section.layout, f"{path}.layout")
+        model_ranks = layout.tensor * layout.pipeline * layout.context * layout.expert * layout.expert_tensor
+        is_explicit = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
+        if model_ranks > 1 or layout.data == 1 or is_explicit:
+            return section
+        reasons[f"{path}.ddp"] = "with batch.memory_target: a pass that runs out of memory can be repeated"
+        return replace(section, ddp={**section.ddp, "overlap_grad_reduce": False})
+
+    return with_role_sections(config, fill)
+
+
 def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
     """Fill in the values of a stage that default to the run's; None stays None."""
     if settings is None:
@@ -520,7 +567,15 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
     if rollout.round_tokens is not None:
         return rollout
     reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
-    return replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
+    return replace(rollout, round_tokens=max(1, rollout.response_limit // ROUNDS_PER_RESPONSE))
+
+
+def versions_between(config: RunConfig) -> int:
+    """Return how many versions the rollout lags behind the actor just before a sync; see ``every``."""
+    every = config.hybrid_engine.every
+    # Without any further sync, by all versions before that of the last step.
+    last = max(0, config.steps - 1)
+    return min(every - 1, last) if every else last
 
 
 def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
@@ -534,5 +589,8 @@ def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
     if config.rollout.partial:
         staleness += CARRIED_STEPS
         reason += f", and {CARRIED_STEPS} for rollout.partial"
+    if config.hybrid_engine.every != 1:
+        staleness += versions_between(config)
+        reason += ", and the versions between two syncs (hybrid_engine.every)"
     reasons["asynchrony.max_staleness"] = reason
     return replace(asynchrony, max_staleness=staleness)

@@ -41,11 +41,20 @@ class EngineCapabilities:
     keeps_cache: bool = False
     """Interrupted requests can keep their key-value cache while weights are updated."""
 
+    stop_texts: bool = False
+    """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
+
+    token_history: bool = False
+    """Logits are changed by all earlier tokens of a sequence (`SamplingParameters.no_repeat_ngram_size`)."""
+
     host_head_sizes: tuple[int, ...] = ()
     """Supported sizes of an attention head on a host without accelerator, empty for any."""
 
     host_latent_size: int = 0
     """Supported size of a token's latent cache on such a host (DeepSeek: 512 + 64), 0 for any."""
+
+    host_expert_rows: int = 0
+    """Divisor of the widths of experts with biases on such a host, 0 for any width."""
 
     host_delta_nets: bool = True
     """Gated delta nets compute with the weights of a sync on such a host."""
@@ -87,9 +96,13 @@ ENGINES: dict[str, EngineSpec] = {
             routing_replay=True,
             adapter_sync=True,
             keeps_cache=True,
+            stop_texts=True,
+            token_history=True,
             # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
+            # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
+            host_expert_rows=32,
             # vLLM 0.32 takes bfloat16 alone (mamba/ops/cpu/gdn_attention.py), and its kernel a packed copy of
             # the convolution's weights, which a sync does not reach.
             host_delta_nets=False,
@@ -98,11 +111,13 @@ ENGINES: dict[str, EngineSpec] = {
     "torch": EngineSpec(
         "megatron_rl.rollout.engines.torch",
         # A step of this engine completes all requests, so an interruption never finds partial responses.
-        EngineCapabilities(in_process=True, partial=True, sampling_masks=True),
+        EngineCapabilities(
+            in_process=True, partial=True, sampling_masks=True, stop_texts=True, token_history=True
+        ),
     ),
     "server": EngineSpec(
         "megatron_rl.rollout.engines.vllm_server",
-        EngineCapabilities(),
+        EngineCapabilities(stop_texts=True),
         start_command="megatron_rl.check.engine.servers:server_commands",
         # vLLM has this path only with VLLM_SERVER_DEV_MODE=1, which updates of weights need.
         health_path="/weight_info",
@@ -110,7 +125,8 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 # Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
-# capability that is part of the engine interface is assumed.
+# capability that is part of the engine interface is assumed. Stop texts and rules that read
+# earlier tokens are not: an engine that does not know them would sample from other distributions.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 

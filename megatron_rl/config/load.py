@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.field_types import format_ranges
+from megatron_rl.config.hub import HubCopy, resolve_names
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.sampling_profiles import name_profiles
 from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, iter_settings, key_path
 from megatron_rl.config.source import (
@@ -52,6 +54,8 @@ class LoadedConfig:
     """Files that were read: the loaded file, its base, the base of its base, and so on."""
     tree: Section = field(default_factory=Section)
     """Explicit values as written, overrides included."""
+    hub: Mapping[str, HubCopy] = field(default_factory=dict)
+    """Copies of the Hugging Face Hub that are not complete on this machine, by directory."""
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with every mistake."""
@@ -60,16 +64,17 @@ class LoadedConfig:
         return self.config
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+def load(path: str | Path, overrides: Iterable[str] = (), weights: bool = False) -> LoadedConfig:
     """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
 
-    ``base: other.yaml`` in the file overrides the values of another file; see `read_with_base`.
+    ``base: other.yaml`` in the file overrides the values of another file; see `read_with_base`. ``weights``
+    also downloads the weights of models that are named on the Hugging Face Hub.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
     if tree is None:
         return LoadedConfig(None, Path(path), {}, tuple(errors), files=files)
-    return replace(_finish(tree, Path(path), overrides, errors), files=files)
+    return replace(_finish(tree, Path(path), overrides, errors, weights), files=files)
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
@@ -87,16 +92,30 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def _finish(
-    tree: Section, path: Path | None, overrides: Iterable[str], errors: list[UserError]
+    tree: Section,
+    path: Path | None,
+    overrides: Iterable[str],
+    errors: list[UserError],
+    weights: bool = False,
 ) -> LoadedConfig:
-    """Apply the overrides to a tree and parse it."""
+    """Apply the overrides to a tree, resolve names of the Hub, and parse it."""
     apply_overrides(tree, overrides, errors)
+    hub = resolve_names(tree, errors, weights)
 
     # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
+    name_profiles(tree, errors)
     config, parse = parse_tree(tree, errors)
-    return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken), tree=tree)
+    return LoadedConfig(
+        config,
+        path,
+        parse.origins,
+        tuple(parse.errors),
+        frozenset(parse.broken),
+        tree=tree,
+        hub=hub,
+    )
 
 
 def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
@@ -169,6 +188,9 @@ def changes(saved: str, config: RunConfig) -> list[str]:
     lines = []
     for name in sorted({*before, *now}):
         if before.get(name) == now.get(name) or name.startswith(_WITHOUT_NUMBERS):
+            continue
+        # Configurations of earlier versions leave pieces to the algorithm's name, which is compared itself.
+        if name.startswith("algorithm.") and before.get(name) is None:
             continue
         line = f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
         if name.startswith(_PROMPT_ORDER):

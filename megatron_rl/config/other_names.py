@@ -37,20 +37,19 @@ RENAMED: Mapping[str, str] = {
 # Reason why there is no counterpart, as an error prints it -> names of other projects.
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
+    "what the prompt has is banned by rollout.no_repeat_ngram_size, too": "encoder_no_repeat_ngram_size",
+    "it scores beams, and responses are sampled": "length_penalty",
     (
-        "a penalty changes the distribution token by token, and log-probs would be of another one "
-        "than was sampled from"
+        "top_p, top_k and min_p of `rollout` are the same in every step; rollout.temperature may change over "
+        "steps, and rollout.sampling_profiles sets all of them per task"
     ): """
-        repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty""",
-    (
-        "temperature, top_p, top_k and min_p of `rollout` are the same in every step; "
-        "rollout.sampling_profiles sets them per task"
-    ): """
-        temperature_schedule top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
+        top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
     "the learner takes the tokens themselves, special ones included": """
-        skip_special_tokens spaces_between_special_tokens include_stop_str_in_output detokenize""",
+        skip_special_tokens spaces_between_special_tokens detokenize""",
+    "a stop text is part of the response, whose last token completes it": """
+        include_stop_str_in_output""",
     "a response ends at the model's own end or at `rollout.stop`": """
-        ignore_eos min_new_tokens min_tokens stop_token_ids eos_token_id""",
+        ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
     "the chat template is called without arguments of its own": """
@@ -61,21 +60,20 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
     # Behaviour that cannot be configured.
-    "rows are always packed into micro-batches by their tokens, see batch.tokens_per_microbatch": """
+    (
+        "rows are always packed into micro-batches by their tokens, of which batch.memory_target or "
+        "batch.tokens_per_microbatch sets the number"
+    ): """
         use_dynamic_batching dynamic_batching use_dynamic_bsz log_prob_use_dynamic_bsz
         use_dynamic_batch_size use_remove_padding remove_padding sequence_packing packing_samples packing
         padding_free""",
     "rows are always balanced over data-parallel ranks by their work": """
         balance_batch balance_data""",
-    "weights move to the engine after every update": """
-        enable_resharding reshard_interval weight_sync_interval update_weights_interval sync_every""",
     "gradients are reduced during the backward pass if possible, see actor.ddp": """
         overlap_comm overlap_communication""",
     # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
         num_rollout_workers rollout_workers num_engines vllm_num_workers""",
-    "the engine runs in the ranks of the job, which wait for no utilization": """
-        target_utilization""",
     "responses come when they are complete": """
         enable_streaming stream streaming""",
     # Backends and launchers.
@@ -212,7 +210,7 @@ def foreign_names() -> Mapping[str, OtherName]:
 
 
 def find_counterpart(path: str) -> OtherName | None:
-    """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
+    """Return the counterpart of a dotted name that is not a key; None if no project has the name."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former, key in RENAMED.items():
@@ -231,7 +229,7 @@ def find_counterpart(path: str) -> OtherName | None:
 def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName | None:
     """Return the counterpart of a dotted name inside the section that it was written in.
 
-    ``below`` are the paths of the section's own values, relative to it. None where the section does not have
+    ``below`` are the paths of the section's own values, relative to it. None if the section does not have
     the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
     """
     counterpart = find_counterpart(path)
@@ -252,7 +250,7 @@ def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
 
 
 def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
-    """Yield the names on the fields of ``cls``, whose keys begin with ``prefix``, and of its sections."""
+    """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         setting = setting_of(item)
@@ -299,7 +297,7 @@ class Notes(Protocol):
         ...
 
     def located(self, path: str, node: Leaf | Section | None) -> str:
-        """Return a path with the file or override that wrote it."""
+        """Return the path followed by the file or override that set it."""
         ...
 
     errors: list[UserError]

@@ -53,7 +53,7 @@ class Parse:
         self.errors.append(UserError(message, where=self.located(path, node), **fields))
 
     def located(self, path: str, node: Leaf | Section | None) -> str:
-        """Return a path with the file or override that wrote it, for an error's ``where``."""
+        """Return the path followed by the file or override that set it, for an error's ``where``."""
         if node is None or node.origin.kind == "default":
             return path
         return f"{path} ({node.origin})"

@@ -110,13 +110,13 @@ class RunFolder:
         publish(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
-        """Return the time of the run's first start; None where the folder has no valid one."""
+        """Return the time of the run's first start; None if the folder has no valid one."""
         with suppress(OSError, ValueError):
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None
 
     def keep_first_start(self, proposed: datetime) -> datetime:
-        """Store ``proposed`` as the time of the first start unless there is one, and return the stored one.
+        """Store ``proposed`` as the time of the first start if none is stored, and return the stored time.
 
         All processes that see the folder get the same time.
         """

@@ -15,6 +15,7 @@ from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, SECONDS, STEPS, TOKENS, WAIT
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
+from megatron_rl.config.sections.health import HealthConfig
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.config.sections.models import (
     ActorConfig,
@@ -137,6 +138,20 @@ class BatchConfig:
             ),
             "ours bounds a micro-batch in tokens; leave it out to have it derived",
         ),
+    )
+    memory_target: float | None = setting(
+        None,
+        "Share of a GPU's memory that passes over micro-batches may occupy at their peak. It sets "
+        "tokens_per_microbatch, which must then not be set: by the estimate of `check` first, and in "
+        "reinforcement learning by the measured passes of each step.",
+        at_least=0.1,
+        at_most=0.98,
+        unset="tokens_per_microbatch is the same in all steps",
+        also_called={"common": "target_utilization"},
+        conversion={
+            "target_utilization": "ours is a share of the memory of a GPU; rollout.memory_fraction is that "
+            "of the engine"
+        },
     )
 
 
@@ -353,7 +368,7 @@ class RunConfig:
     gpu: str | None = setting(
         None,
         "Name of the GPU, for the memory that `check` compares with and for predictions of speed.",
-        unset="no predictions",
+        unset="this machine; `check` predicts a step on an H100",
         also_called={"common": "gpu_type, gpu_name, gpu_model"},
     )
     gpu_memory_gib: float | None = setting(
@@ -409,6 +424,7 @@ class RunConfig:
     # Everything around the steps.
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
+    health: HealthConfig = setting(HealthConfig(), "Rules that watch a run's metrics.")
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
     callbacks: tuple[str, ...] = setting(
         (),

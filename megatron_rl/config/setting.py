@@ -148,7 +148,7 @@ class Setting:
         )
 
     def error(self, path: str, value: Any) -> UserError | None:
-        """Return the error of a value of the right type at ``path``; None for a valid one."""
+        """Return the error for a value of the right type at ``path``; None for a valid one."""
         # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
             if self.choices:
@@ -169,7 +169,7 @@ class Setting:
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
-        """Return the error of a text that is not a choice, with the nearest spelling and the reason."""
+        """Return the error for a text that is not a choice, with the nearest spelling and the reason."""
         # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
         close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
@@ -307,7 +307,7 @@ def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Fie
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
-    """Return the errors of single values in a section and all sections below it."""
+    """Return the errors for single values in a section and all sections below it."""
     errors = (description.error(path, value) for path, description, value in iter_settings(section, prefix))
     return [error for error in errors if error is not None]
 
@@ -318,7 +318,7 @@ def _foreign_names(
     values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield the names of each project, whose names are separated by commas."""
+    """Yield an entry for each name; ``projects`` maps a project to its names, separated by commas."""
     for project, names in projects.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")

@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def root(self) -> yaml.Node | None:
-        """Return the root node within the limits, None for an empty text; raise `_Refused` beyond them."""
+        """Return the root node, None for an empty text; raise `_Refused` if a limit is exceeded."""
         try:
             node = self.get_single_node()
         except RecursionError:
@@ -292,9 +292,9 @@ def _parse(
         if mark is not None:
             line = mark.line + 1
             got = f"{got}\n{mark.get_snippet(indent=0) or ''}".rstrip()
-        where = str(origin_of(line))
+        location = str(origin_of(line))
         errors.append(
-            UserError(f"{noun} is not valid YAML", where=where, expected="valid YAML", got=got, fix=fix)
+            UserError(f"{noun} is not valid YAML", where=location, expected="valid YAML", got=got, fix=fix)
         )
     return None
 
@@ -325,12 +325,12 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     return Section(origin=Origin("file", name))
 
 
-def read_file(path: Path, errors: list[UserError], where: str | None = None) -> Section:
+def read_file(path: Path, errors: list[UserError], location: str | None = None) -> Section:
     """Read a configuration file; mistakes are appended to ``errors`` and their values left out.
 
-    ``where`` is the line that names the file, by default the file itself.
+    ``location`` is the line that names the file, by default the file itself.
     """
-    where = where or str(path)
+    location = location or str(path)
     try:
         # The file may be a shell's pipe, or an endless device: read at most the size of a valid text, with up
         # to 4 bytes per character in UTF-8.
@@ -338,7 +338,7 @@ def read_file(path: Path, errors: list[UserError], where: str | None = None) -> 
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
         fix = _yaml_files_beside(path)
-        errors.append(missing_file(path, where=where, expected="a YAML file", fix=fix))
+        errors.append(missing_file(path, where=location, expected="a YAML file", fix=fix))
     except (OSError, UnicodeDecodeError) as error:
         fix = "name a file that ends in .yaml, saved as UTF-8"
         noun = "the configuration file"
@@ -349,7 +349,7 @@ def read_file(path: Path, errors: list[UserError], where: str | None = None) -> 
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
-    """Read a configuration file and merge it with its base, the base of its base, and so on.
+    """Read a configuration file and merge it over the chain of its base files.
 
     ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
     value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of
@@ -358,10 +358,10 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """
     files = [path]
     trees: list[Section] = []
-    where = None
+    location = None
     while True:
         error_count = len(errors)
-        tree = read_file(files[-1], errors, where)
+        tree = read_file(files[-1], errors, location)
         # Errors without a tree mean that the file could not be read at all.
         if len(errors) > error_count and not tree.children:
             return None, tuple(files)
@@ -374,7 +374,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
         if base is None:
             return None, tuple(files)
         files.append(base)
-        where = str(node.origin)
+        location = str(node.origin)
 
     # Merge from the end of the chain, so that each file overrides its base.
     merged = trees.pop()
@@ -384,7 +384,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
 
 
 def refuse_base(tree: Section, errors: list[UserError]) -> None:
-    """Remove ``base`` from a tree that did not come from a file alone, and append an error."""
+    """Remove ``base`` from a tree of overrides or text, and append an error: only files can have a base."""
     node = tree.children.pop(BASE_KEY, None)
     if node is None:
         return
@@ -400,7 +400,7 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
 
 
 def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
-    """Return the file that ``base`` names; append an error and return None where it names no further file."""
+    """Return the file that ``base`` names; append an error and return None if it names no further file."""
     folder = files[-1].parent
     origin = str(node.origin)
     value = node.plain()
@@ -501,16 +501,21 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Expand text in place of a named section; None if the node is not text, or ``path`` not a named section.
+    """Expand a value in place of a named section; None for another value, or ``path`` not a named section.
 
     ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and an environment
-    likewise; the text of an evaluation set is its ``data``.
+    likewise; the text of an evaluation set is its ``data``, and ``off`` of a health rule its ``on: false``.
     """
     match list(path):
         case ["algorithm", _] | ["rollout", "environment"]:
             key = "name"
         case ["evaluation", "sets", _]:
             key = "data"
+        case ["health", "rules", _]:
+            # YAML reads `off` as false.
+            if isinstance(node, Leaf) and isinstance(node.value, bool):
+                return Section({"on": node}, node.origin)
+            return None
         case _:
             return None
 
@@ -520,7 +525,7 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
 
 
 def _add_repeated(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
-    """Append the errors of names that one mapping has twice."""
+    """Append an error for each name that is written twice in one mapping."""
     for key, first in loader.repeated:
         errors.append(
             UserError(

@@ -86,7 +86,7 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 
 
 def job_reads(job: str, path: str) -> bool:
-    """Return whether a job reads the setting at a path; the job of one stage ignores many."""
+    """Return whether a job reads the setting at a path; a single-stage job ignores most settings."""
     return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
 
 
@@ -114,7 +114,7 @@ def for_job(config: RunConfig) -> RunConfig:
 
 
 def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Return a section with the defaults of the keys that a job ignores; ``prefix`` begins its keys."""
+    """Reset the keys of a section that a job ignores to their defaults; its keys begin with ``prefix``."""
     values = {}
     for item in fields(section):
         path = f"{prefix}{item.name}"

@@ -152,7 +152,7 @@ def exceeded_limit(
     limits: Mapping[str, Any],
     key: str,
 ) -> str | None:
-    """Return the limit, of those at ``key``, that a process with the exit ``status`` exceeded, or None."""
+    """Return the limit below ``key`` that a process with the exit ``status`` exceeded, or None."""
     if status == TOO_MANY_PROCESSES:
         return f"started more than {limits['processes']} processes ({key}.processes)"
     if status == TOO_MUCH_MEMORY:
@@ -267,7 +267,8 @@ def _unused_number(file: Path) -> int | None:
 def _mapped_namespace(user: int, group: int) -> int:
     """Return the descriptor of a user namespace that maps this process's user to ``user``.
 
-    A namespace exists as long as a process or a descriptor: a helper process creates it, this one opens it.
+    A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
+    this process opens it.
     """
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
@@ -368,7 +369,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
             isolation.unenforced.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
-        # Without a root of its own, another user would reach files that it may not have.
+        # Without a root of its own, another user could lack permission for files that the code needs.
         _keep_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
@@ -414,14 +415,14 @@ def _restrict(
     isolation: Isolation,
     has_root: bool,
 ) -> bool:
-    """Restrict files, unless there is a root, and signals and abstract sockets, with Landlock.
+    """Restrict signals, abstract sockets and, without a new root, files with Landlock.
 
     Returns whether abstract sockets and signals are restricted.
     """
     if has_root:
         return filters.restrict_scope()
 
-    # The paths that would be in the root.
+    # The same paths that a new root would contain.
     visible = isolation.visible
     names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
     settings = (f"/etc/{name}" for name in (*names, "passwd", "group"))

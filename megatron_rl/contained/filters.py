@@ -215,7 +215,7 @@ def landlock_version() -> int:
 
 
 def restrict_scope() -> bool:
-    """Deny this process others' abstract sockets and signals to them; return whether Landlock can."""
+    """Deny abstract sockets of other processes and signals to them; return whether Landlock can."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})

@@ -180,7 +180,7 @@ def _restrict(
 
 
 def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether the permissions of a tree's root let ``owner`` use it as the attributes do."""
+    """Return whether the permissions of a tree's root allow ``owner`` the access of the attributes."""
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
     if not attributes & kernel.READ_ONLY:
@@ -253,6 +253,7 @@ def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
         outer_trees = [outer for outer in attached if f"{tree.path}/".startswith(f"{outer.path}/")]
         innermost = max(outer_trees, key=lambda outer: len(outer.path), default=None)
+
         if innermost is None or _is_hidden(tree.path, innermost):
             _attach(tree)
             attached.append(tree)

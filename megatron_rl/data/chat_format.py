@@ -189,7 +189,8 @@ class ConversationText:
 
             # The template may write the content differently, such as escaped. It leaves the content out if
             # another content makes no difference.
-            changed = [*new[:index], {**message, "content": "?"}, *new[index + 1 :]]
+            changed = list(new)
+            changed[index] = {**message, "content": "?"}
             if self._after_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
                 raise _template_error(
                     f"it omits the content of a message of the role {message.get('role')}", [tail]
@@ -236,7 +237,7 @@ class ConversationText:
         return ""
 
     def response(self, text: str) -> str:
-        """Return a response that is given as text in the form that it has after a prompt of the template.
+        """Return a response of text as the template would write it after its prompt.
 
         A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
         and the response has exactly one end.
@@ -343,7 +344,8 @@ class ConversationText:
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
 
-        # The opening has a mark of thoughts that the template writes of no message: the content follows it.
+        # The opening has a mark of thoughts that the template leaves out of a rendered turn: the turn is then
+        # the content of the message.
         elif not further_fields:
             return cut_at_end(content, self.ends) or content
         raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
@@ -418,7 +420,7 @@ def find_turn_end(
 def turn_end_mismatch(
     end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
 ) -> UserError | None:
-    """Return the warning of a template that ends turns with a token unnamed in the model's files.
+    """Return the warning about a template that ends turns with a token unnamed in the model's files.
 
     ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
     """
@@ -666,7 +668,7 @@ class ChatFormats:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
         self.prompts: ChatFormat = ChatTemplate(tokenizer) if templated else PlainText(tokenizer)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     @cached_property
     def opened(self) -> ChatFormat:
@@ -674,6 +676,6 @@ class ChatFormats:
 
         It applies even if the prompts of the data are text: an environment opens with messages.
         """
-        if getattr(self._tokenizer, "chat_template", None):
-            return ChatTemplate(self._tokenizer)
-        return PlainText(self._tokenizer)
+        if getattr(self.tokenizer, "chat_template", None):
+            return ChatTemplate(self.tokenizer)
+        return PlainText(self.tokenizer)

@@ -151,7 +151,7 @@ def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields that a function or class of the user's may read; all unless its file rules it out."""
+    """Yield the fields that the user's function or class may read; its file is searched, not imported."""
     yield _METADATA, key
 
     module, _, name = spec.rpartition(":")
@@ -248,7 +248,7 @@ class RecordReader:
             )
 
     def remark_lines(self) -> tuple[str, ...]:
-        """Return the warnings of `remarks`, a sentence each, for the console."""
+        """Return the warnings about `remarks`, a sentence each, for the console."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
     def _warning_of(
@@ -259,7 +259,7 @@ class RecordReader:
         expected: str,
         fix: str,
     ) -> UserError:
-        """Return the warning of names that are listed with the first record of each."""
+        """Return a warning that lists names, each with the first record that has it."""
         return UserError(
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,
@@ -387,7 +387,7 @@ class RecordReader:
         is_sharegpt = role is None
         result = self._role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
-        # Weights have a meaning in the assistant's turns of given responses alone.
+        # Weights only have a meaning in the assistant's turns of given responses.
         _require_content(original, result)
         if self.responses and result["role"] == "assistant":
             _normalise_weight(result)
@@ -505,7 +505,7 @@ class RecordReader:
                 self._unread_fields[name] = location
 
     def _unread_fields_warning(self) -> UserError:
-        """Return the warning of fields that nothing reads, with the settings that could read them."""
+        """Return the warning about fields that nothing reads, with the settings that could read them."""
         # Fields for which a setting, or another form of the record, exists.
         names = set(self._unread_fields)
         hints = []
@@ -658,9 +658,12 @@ def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
             continue
         result[name] = schema_without_nulls(inner, of_arrow)
         if name == "properties" and isinstance(inner, Mapping):
-            # A schema that its author left empty ({}) had no keys before, either: it is retained.
-            empty = {key for key, schema in result[name].items() if schema == {} and inner[key] != {}}
-            result[name] = {key: schema for key, schema in result[name].items() if key not in empty}
+            # Drop properties that consisted of nulls. A schema that its author left empty ({}) stays.
+            properties = {}
+            for key, schema in result[name].items():
+                if schema != {} or inner[key] == {}:
+                    properties[key] = schema
+            result[name] = properties
     return result
 
 
@@ -680,11 +683,16 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
     # Columns of one length, among them the roles.
     columns = {name: column for name, column in value.items() if column is not None}
     roles = columns.get("role", columns.get("from"))
-    if not isinstance(roles, list) or not all(isinstance(column, list) for column in columns.values()):
+    if not isinstance(roles, list):
         return None
-    if any(len(column) != len(roles) for column in columns.values()):
-        return None
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for column in columns.values():
+        if not isinstance(column, list) or len(column) != len(roles):
+            return None
+
+    messages: list[Any] = []
+    for row in zip(*columns.values(), strict=True):
+        messages.append(dict(zip(columns, row, strict=True)))
+    return messages
 
 
 def _messages_in(text: str) -> list[Any] | None:

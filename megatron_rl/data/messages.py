@@ -261,7 +261,7 @@ def require_template_for(record: Record, responses: Collection[str], data: DataC
 
 
 def no_tokens_error(prompt: str, location: str) -> UserError:
-    """Return the error of a prompt for which the tokenizer returns no token."""
+    """Return the error for a prompt for which the tokenizer returns no token."""
     return UserError(
         "a prompt has no tokens",
         where=location,
@@ -358,7 +358,7 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the first message of the response in a complete conversation.
 
-    A conversation whose turns all have the weight 0 is split all the same; `_up_to_last_trained` names it.
+    A conversation whose turns all have the weight 0 is split too; `_up_to_last_trained` reports it.
     """
     # The first message is never a response: there would be no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
@@ -406,7 +406,10 @@ def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
 
 def _ends_with_turn(messages: Sequence[Any]) -> bool:
     """Return whether the last of ``messages`` is the assistant's."""
-    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    if not messages:
+        return False
+    last = messages[-1]
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _is_text_turn(messages: Sequence[Any]) -> bool:
@@ -471,7 +474,7 @@ def unclosed_thoughts_warning(
     end: str,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of responses without the closing tag ``end`` of the thoughts their prompts open."""
+    """Return a warning about responses without the closing tag ``end`` of the thoughts their prompts open."""
     candidates = [record for record in records if uses_chat_template(record, data)]
     unended = [
         record.where
@@ -494,17 +497,21 @@ def _ends_thoughts(response: Any, end: str) -> bool:
     """Return whether each assistant turn has ``end`` after its thoughts, or thoughts in their own field."""
     if isinstance(response, str):
         return end in response
-    turns = [message for message in response if message["role"] == "assistant"]
-    return all(turn.get("reasoning_content") or end in (turn.get("content") or "") for turn in turns)
+    for message in response:
+        if message["role"] != "assistant" or message.get("reasoning_content"):
+            continue
+        if end not in (message.get("content") or ""):
+            return False
+    return True
 
 
-def mixed_templates_error(first: str, templated: bool, other: str) -> UserError:
-    """Return the error of two sources of which one goes through the chat template."""
+def mixed_templates_error(first: str, templated: bool, second: str) -> UserError:
+    """Return the error for two sources that differ in whether they use the chat template."""
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
         "the sources of prompts have two forms, and their responses would end in two ways",
-        where=f"data.sources.{other}",
+        where=f"data.sources.{second}",
         expected=f"{forms[templated]}, as data.sources.{first}",
         got=forms[not templated],
-        fix=f"set data.sources.{other}.chat_template={str(templated).lower()}, or convert the source",
+        fix=f"set data.sources.{second}.chat_template={str(templated).lower()}, or convert the source",
     )

@@ -51,9 +51,10 @@ class ShareOrder:
         # Fractions of the decimal digits: 0.1 and 0.2 are then one to two, and no rounding accumulates.
         exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
         total = sum(exact.values())
-        drawn = sum(self.counts.values())
+        drawn_count = sum(self.counts.values())
         names: list[str] = []
-        for number in range(drawn + 1, drawn + count + 1):
+        for number in range(drawn_count + 1, drawn_count + count + 1):
+            # Prompts that each source is short of its share, times the sum of the weights.
             behind = {name: weight * number - total * self.counts[name] for name, weight in exact.items()}
             name = max(behind, key=behind.__getitem__)
             self.counts[name] += 1
@@ -82,9 +83,9 @@ class MixedPrompts:
         self._step = 1
         self._ends = list(accumulate(source.records for source in self.sources.values()))
 
-        first, *others = self.sources
+        first, *further_names = self.sources
         self.templated = self.sources[first].templated
-        for name in others:
+        for name in further_names:
             if self.sources[name].templated != self.templated:
                 raise mixed_templates_error(first, self.templated, name)
 
@@ -97,8 +98,10 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Take the weights of ``step``, which counts from 1, for the prompts that follow."""
+        """Draw all further prompts with the weights and temperatures of ``step``, which counts from 1."""
         self._step = step
+        for source in self.sources.values():
+            source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
         """Return the positive weights of the current step."""
@@ -109,7 +112,7 @@ class MixedPrompts:
         return {name: weights[name] for name in self.sources if weights.get(name, 0) > 0}
 
     def next(self, count: int) -> PromptBatch:
-        """Return the next ``count`` prompts, those of the sources in turn."""
+        """Return the next ``count`` prompts, interleaved over the sources by their weights."""
         names = self._order.next(count, self.weights())
 
         # One batch for each source, then the order in which the sources take turns.
@@ -117,14 +120,28 @@ class MixedPrompts:
         rows: dict[str, list[int]] = {}
         start = 0
         for index, (name, source) in enumerate(self.sources.items()):
-            taken = names.count(name)
-            rows[name] = list(range(start, start + taken))
-            start += taken
-            if taken:
+            source_count = names.count(name)
+            rows[name] = list(range(start, start + source_count))
+            start += source_count
+            if source_count:
                 offset = self._ends[index] - source.records
-                batches.append(source.next(taken).with_offset(offset))
+                batches.append(source.next(source_count).with_offset(offset))
         prompts = PromptBatch.concatenate(batches)
         return prompts.rows([rows[name].pop(0) for name in names])
+
+    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """See `PromptSource.record_group`."""
+        index = bisect_right(self._ends, prompt_id)
+        source = list(self.sources.values())[index]
+        source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
+
+    def uniform_fractions(self) -> dict[str, tuple[float, float]]:
+        """See `PromptSource.uniform_fractions`; the suffixes are ``/SOURCE``."""
+        fractions: dict[str, tuple[float, float]] = {}
+        for name, source in self.sources.items():
+            for shares in source.uniform_fractions().values():
+                fractions[f"/{name}"] = shares
+        return fractions
 
     def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
         """Return the source of each prompt."""
@@ -178,9 +195,9 @@ def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
     """Return the training prompts, and the data sets that they are made of by key."""
-    loaded = {
-        key: load_prompts(config, key, path, tokenizer, files) for key, path in prompt_sets(config).items()
-    }
+    loaded: dict[str, PromptSource] = {}
+    for key, path in prompt_sets(config).items():
+        loaded[key] = load_prompts(config, key, path, tokenizer, files)
     if not config.data.sources:
         return loaded["data.train"], loaded
 

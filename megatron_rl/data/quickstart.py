@@ -67,7 +67,10 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     # Every random number of the problems comes from this generator: the order of the draws is part of the
     # data.
     generator = random.Random(seed)
-    pairs = [(first, second) for first in range(10, 90) for second in range(10, 100 - first)]
+    pairs: list[tuple[int, int]] = []
+    for first in range(10, 90):
+        for second in range(10, 100 - first):
+            pairs.append((first, second))
     generator.shuffle(pairs)
     carrying = [pair for pair in pairs if _carries(pair)]
     plain = [pair for pair in pairs if not _carries(pair)]
@@ -113,7 +116,7 @@ def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
 
 
 def _preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:
-    """Return a preference of the sum over a mistake that a careless model makes."""
+    """Return a preference record: the correct sum is chosen, a plausible mistake is rejected."""
     total = sum(pair)
     if _carries(pair) and generator.random() < 0.5:
         mistake = -10

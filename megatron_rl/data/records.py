@@ -154,7 +154,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
 
 
 def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
-    """Return the warning of a setting that names some shards of a set; None for complete sets."""
+    """Return the warning about a setting that names some shards of a set; None for complete sets."""
     names = missing_shards(files)
     if not names:
         return None
@@ -169,7 +169,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
 
 
 def source_error(path: Path, setting: str) -> UserError | None:
-    """Return the error of a path that holds no records by its kind, suffix or first bytes.
+    """Return the error for a path whose kind, suffix or first bytes show that it has no records.
 
     Raises OSError if the file cannot be opened.
     """
@@ -201,7 +201,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
 
 
 def _first_bytes_error(path: Path, setting: str) -> UserError | None:
-    """Return the error of a ``.jsonl`` file in a compression or an encoding other than UTF-8.
+    """Return the error for a ``.jsonl`` file in a compression or an encoding other than UTF-8.
 
     Read line by line, such a file would be a JSON error per line, without the reason.
     """
@@ -245,7 +245,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
 
 
 def missing_error(path: Path, setting: str) -> UserError:
-    """Return the error of a data set that does not exist."""
+    """Return the error for a data set that does not exist."""
     if glob.has_magic(str(path)):
         return UserError(
             f"no file matches the pattern {path}",
@@ -268,7 +268,7 @@ def missing_error(path: Path, setting: str) -> UserError:
 
 
 def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
-    """Return the error of a data set whose bytes cannot be read."""
+    """Return the error for a data set whose bytes cannot be read."""
     return UserError(
         f"{path} cannot be read",
         where=setting,
@@ -279,7 +279,7 @@ def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserEr
 
 
 def empty_error(source: DataPath, setting: str) -> UserError:
-    """Return the error of a data set without records."""
+    """Return the error for a data set without records."""
     return UserError(
         f"the data set {source_text(source)} is empty",
         where=setting,
@@ -304,7 +304,7 @@ def _expand(path: Path, setting: str) -> tuple[Path, ...]:
     else:
         files = [path]
 
-    # Each of them, whatever the pattern or the folder matched.
+    # Validate every file that the pattern or the folder matched.
     for file in files:
         error = source_error(file, setting)
         if error is not None:
@@ -374,7 +374,7 @@ def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
 
 
 def _splits_error(folder: Path, setting: str) -> UserError | None:
-    """Return the error of a folder written by ``DatasetDict.save_to_disk``, which has a folder per split."""
+    """Return the error for a folder written by ``DatasetDict.save_to_disk``, which has a folder per split."""
     splits = sorted(item.name for item in folder.iterdir() if (item / "state.json").is_file())
     if not splits:
         return None
@@ -655,8 +655,11 @@ def _from_json(value: Any, kind: Any) -> Any:
 
     # A struct has as many fields as the value has keys; a map's two fields are key and value.
     if isinstance(value, dict) and kind.num_fields == len(value):
-        fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
-        return {name: _from_json(inner, fields[name]) for name, inner in value.items()}
+        field_types: dict[str, Any] = {}
+        for index in range(kind.num_fields):
+            field = kind.field(index)
+            field_types[field.name] = field.type
+        return {name: _from_json(inner, field_types[name]) for name, inner in value.items()}
     if isinstance(value, list) and kind.num_fields == 1:
         return [_from_json(inner, kind.field(0).type) for inner in value]
     return value

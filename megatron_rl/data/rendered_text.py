@@ -119,7 +119,7 @@ def prompt_warnings(
     ends: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield the warnings of prompts without an opened turn, and of prompts that are rendered twice.
+    """Yield the warnings about prompts without an opened turn, and about prompts that are rendered twice.
 
     ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
     special tokens that the chat template writes around messages.
@@ -171,7 +171,7 @@ def response_warnings(
     chat: ConversationText | None,
     ends: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield the warnings of responses with text after their end, and of turns that the template rewrites."""
+    """Yield warnings about responses with text after their end, and turns that the template rewrites."""
     # Text after the end of a response, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
     continued = [

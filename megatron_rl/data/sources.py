@@ -11,6 +11,7 @@ so that a row and its loss mask are one array.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig, temperature_schedules
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
@@ -56,7 +57,7 @@ from megatron_rl.data.tokenizing import (
     turn_end_warning,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.types import PromptBatch, TrainBatch
+from megatron_rl.types import PromptBatch, SamplingParameters, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
 class ShuffledOrder:
     """Order of the item numbers 0 … count-1, epoch after epoch, with a permutation per epoch.
 
-    ``fingerprint`` identifies the items: a state of other items is refused.
+    ``fingerprint`` identifies the items: a state of other items is refused. An epoch skips each item of
+    `uniform` with probability 1 - ``uniform_share``, by a draw of (seed, epoch, item), but never all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -73,21 +75,58 @@ class ShuffledOrder:
         ([0, 1, 2, 0], 1)
     """
 
-    def __init__(self, count: int, seed: int, shuffle: bool, fingerprint: str) -> None:
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+        shuffle: bool,
+        fingerprint: str,
+        uniform_share: float = 1.0,
+    ) -> None:
         if count < 1:
             raise ValueError("an order needs at least one item")
         self.count = count
         self.seed = seed
         self.shuffle = shuffle
         self.fingerprint = fingerprint
+        self.uniform_share = uniform_share
         self.epoch = 0
         self.position = 0
+        self.uniform: set[int] = set()
+        """Items whose last group of responses had equal rewards."""
+        self.skipped: set[int] = set()
+        """Items that this epoch skips."""
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.count))
-        return numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+        """Return the items of the current epoch in their order."""
+        items = list(range(self.count))
+        if self.shuffle:
+            generator = numpy.random.default_rng([self.seed, self.epoch])
+            items = generator.permutation(self.count).tolist()
+        return [item for item in items if item not in self.skipped]
+
+    def _draw_skipped(self) -> set[int]:
+        """Return the items that the current epoch skips."""
+        if self.uniform_share == 1 or not self.uniform:
+            return set()
+
+        # Another random stream than the permutation's, which is seeded with (seed, epoch).
+        generator = numpy.random.default_rng([self.seed, self.epoch, 1])
+        draws = generator.random(self.count)
+        skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
+
+        # An epoch without any prompt would not end.
+        if len(skipped) == self.count:
+            return set()
+        return skipped
+
+    def record(self, item: int, *, is_uniform: bool) -> None:
+        """Record whether an item's last group of responses had equal rewards."""
+        if is_uniform:
+            self.uniform.add(item)
+        else:
+            self.uniform.discard(item)
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` item numbers, crossing into further epochs as needed."""
@@ -95,9 +134,10 @@ class ShuffledOrder:
         while len(numbers) < count:
             # The next epoch begins with its first item, not with the last item of this one: a source at the
             # end of its data is still in the epoch that it has finished.
-            if self.position == self.count:
+            if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
+                self.skipped = self._draw_skipped()
                 self._order = self._permutation()
 
             remaining = count - len(numbers)
@@ -106,7 +146,7 @@ class ShuffledOrder:
             self.position += len(selected)
         return numbers
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state from which an order of the same items continues."""
         return {
             "epoch": self.epoch,
@@ -114,9 +154,11 @@ class ShuffledOrder:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "fingerprint": self.fingerprint,
+            "uniform": sorted(self.uniform),
+            "skipped": sorted(self.skipped),
         }
 
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
         # Compare the fingerprint first: with other data, seed and shuffling do not matter.
         current = self.state_dict()
@@ -134,6 +176,10 @@ class ShuffledOrder:
 
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
+        # Checkpoints of older versions lack them. The skipped items are stored and not drawn again, so that
+        # an epoch keeps its order under another `data.uniform_share`.
+        self.uniform = set(state.get("uniform", ()))
+        self.skipped = set(state.get("skipped", ()))
         self._order = self._permutation()
 
 
@@ -192,7 +238,10 @@ class PromptSource:
         """Whether the prompts went through the tokenizer's chat template."""
 
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
+        self._rollout = rollout
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
+        self._default_schedule, self._schedule_by_task = temperature_schedules(rollout)
+        self._step = 1
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
@@ -212,8 +261,17 @@ class PromptSource:
             setting,
             "data.max_prompt_tokens",
         )
-        prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
-        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts)
+
+        # The order is of the prompts within the limit: other prompts are another data set for a resumed run.
+        row_lengths = [lengths[row] for row in self._ids]
+        row_tokens = (self._tokens[row] for row in self._ids)
+        self._order = ShuffledOrder(
+            len(self._ids),
+            seed,
+            data.shuffle,
+            fingerprint(row_lengths, row_tokens),
+            data.uniform_share,
+        )
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -243,7 +301,8 @@ class PromptSource:
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: the order of one data set does not depend on the step."""
+        """Take the temperatures of ``step``, which counts from 1, for the prompts that follow."""
+        self._step = step
 
     @property
     def epoch(self) -> int:
@@ -252,7 +311,30 @@ class PromptSource:
 
     def next(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
-        return self._batch(self._order.next(count))
+        batch = self._batch(self._order.next(count))
+
+        sampling = []
+        for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
+            schedule = self._schedule_by_task.get(task, self._default_schedule)
+            sampling.append(parameters._replace(temperature=schedule.at(self._step)))
+        return replace(batch, sampling=tuple(sampling))
+
+    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
+        # The ids are in the order of the records.
+        self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
+
+    def uniform_fractions(self) -> dict[str, tuple[float, float]]:
+        """Return the fraction of prompts with equal rewards and the fraction this epoch skips, by suffix.
+
+        Empty with `data.uniform_share` of 1. The suffix of a metric's name is that of a source among several.
+        """
+        order = self._order
+        if order.uniform_share == 1:
+            return {}
+        uniform_fraction = len(order.uniform) / order.count
+        skipped_fraction = len(order.skipped) / order.count
+        return {"": (uniform_fraction, skipped_fraction)}
 
     def everything(
         self,
@@ -282,11 +364,11 @@ class PromptSource:
             sampling = [parameters._replace(**changes) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, the seed, and fingerprints of prompts and records."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> str | None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Continue from ``state`` with exactly the prompts that followed it; raises UserError for other data.
 
         Return a warning if the prompts are the same and other fields of the records differ.
@@ -331,6 +413,10 @@ class PromptSource:
         # A record without a task has the default one, and with it the default sampling.
         data = self._data
         tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
+        sampling: list[SamplingParameters] = []
+        for task, row in zip(tasks, tokens, strict=True):
+            sampling.append(self._sampling(task, len(row)))
+
         return PromptBatch(
             tokens=ragged(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
@@ -339,8 +425,17 @@ class PromptSource:
             prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
-            sampling=tuple(self._sampling_by_task.get(task, self._default_sampling) for task in tasks),
+            sampling=tuple(sampling),
         )
+
+    def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
+        """Return the sampling parameters of a prompt, with the limit of its responses."""
+        sampling = self._sampling_by_task.get(task, self._default_sampling)
+        limit = self._rollout.limit_of(task, prompt_tokens)
+        # Most prompts have the largest limit: they share one object.
+        if limit == sampling.max_response_tokens:
+            return sampling
+        return sampling._replace(max_response_tokens=limit)
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
         reserved = {self._data.prompt_field, self._data.ground_truth_field}
@@ -594,7 +689,8 @@ class _ResponseEncoder:
         texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
         rows = encode_pieces(tokenizer, texts, limit)
 
-        # Rows whose tokens span pieces, or whose prompt has other tokens alone: piece by piece.
+        # Tokenise the prompt and response separately if a token spans both, or if the prompt's tokens change
+        # with the response behind it: the policy samples after the tokens of the prompt.
         separate_rows = [
             index
             for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
@@ -618,7 +714,7 @@ class _ResponseEncoder:
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
-            # Text between turns: the end token of the turn may be its first token, too.
+            # Odd pieces are the text between turns, which may begin with the end token of the turn before it.
             if index % 2:
                 repeats_end = len(tokens) > 0 and tokens[0] == last_token
                 response.append(~tokens[1 if repeats_end else 0 :])
@@ -633,7 +729,8 @@ class _ResponseEncoder:
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
     """Return whether tokens end with others: a prompt's tokens may have the tokenizer's prefix in front."""
-    return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
+    start = len(tokens) - len(end)
+    return start >= 0 and numpy.array_equal(tokens[start:], end)
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -700,9 +797,9 @@ def _text_warnings(
         problem = turn_end_warning(tokenizer, config.model.path)
         if problem is not None:
             yield problem
-        unended = _unended_thoughts(chat, records, fields, data, setting)
-        if unended is not None:
-            yield unended
+        warning = _unended_thoughts(chat, records, fields, data, setting)
+        if warning is not None:
+            yield warning
 
     # The texts.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))

@@ -213,7 +213,7 @@ def _end_process(process: subprocess.Popen[str]) -> None:
 
 
 def _exit_reason(status: int) -> str:
-    """Return the reason of a template's process for ending with ``status``, as Popen has it."""
+    """Describe why a template's process ended; ``status`` is the return code of Popen."""
     if -status == signal.SIGXCPU:
         return f"it takes more than {CPU_SECONDS} s of processor time"
     if status < 0:
@@ -312,10 +312,16 @@ def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: S
     """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
     # transformers refuses such tools, too; a template would fail on them in ways of its own.
     messages, tools, opens, kwargs = request
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not are_schemas:
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
 
-    values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": opens}
+    values = {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": opens,
+    }
     try:
         template = compiled(_choose_template(setup["templates"], tools))
         text = template.render(**{**setup["special"], **kwargs, **values})

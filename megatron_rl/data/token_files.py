@@ -130,7 +130,7 @@ class TokenFiles:
         inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
-        """Return the data set at ``path`` as ``encode`` returns it, from its file if there is one.
+        """Return the tokenised data set at ``path``: from its file of tokens, or else from ``encode``.
 
         ``inputs`` are those of ``encode`` other than records and tokenizer; ``setting`` names the path in
         errors. Waits for another process that is making the file. Raises what ``encode`` raises.
@@ -201,7 +201,8 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
         getattr(tokenizer, "chat_template", None),
         clock,
     )
-    return hashlib.sha256(json.dumps([*content, *inputs], default=str).encode()).hexdigest()
+    text = json.dumps([*content, *inputs], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
@@ -209,7 +210,13 @@ def _file_states(paths: Sequence[Path]) -> list[Any]:
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+    states: list[Any] = []
+    for file in files:
+        if file.is_file():
+            status = file.stat()
+            states.append((str(file), status.st_size, status.st_mtime_ns))
+    return states
 
 
 @contextlib.contextmanager
@@ -326,17 +333,22 @@ def _read(file: Path) -> Encoded | None:
     import pyarrow
 
     try:
-        batch = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).get_batch(0)
+        mapped_file = pyarrow.memory_map(str(file))
+        batch = pyarrow.ipc.open_file(mapped_file).get_batch(0)
         lines, locations, texts, *columns = batch.columns
         tokens = tuple(_token_rows(column) for column in columns)
     except (pyarrow.ArrowException, ValueError):
         return None
 
     # Records are parsed on access: a run needs those of a batch at a time.
+    def record_at(row: int) -> Record:
+        values = json.loads(lines[row].as_py())
+        return Record(values, locations[row].as_py())
+
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     count = batch.num_rows
     return Encoded(
-        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), locations[row].as_py())),
+        _LazyRows(count, record_at),
         _LazyRows(count, lambda row: texts[row].as_py()),
         tokens,
         _LazyRows(count, lambda row: lines[row].as_py()),

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, profile_fields, stop_error
+from megatron_rl.config.sections.response_limits import AutoLimitConfig, largest_limit
+from megatron_rl.config.sections.rollout import (
+    RolloutConfig,
+    explicit_token_id,
+    profile_errors,
+    profile_fields,
+    rule_id_error,
+    rule_token_error,
+    stop_text_error,
+    temperature_schedule,
+)
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
@@ -39,7 +49,7 @@ from megatron_rl.data.template_renderer import (
 from megatron_rl.error_forms import missing_file
 from megatron_rl.errors import UserError, UserErrors, first_line
 from megatron_rl.progress import count_progress
-from megatron_rl.types import SamplingParameters
+from megatron_rl.types import BANNED, SamplingParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +139,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of a chat template that ends turns with a token unnamed in the model's files."""
+    """Return the warning about a chat template that ends turns with a token unnamed in the model's files."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
@@ -151,17 +161,68 @@ def as_warning(problem: UserError) -> str:
 # Sampling parameters
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Return the id of each stop string; raises UserError for one that is not exactly one token."""
+def stop_tokens_and_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+    setting: str,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Split stop texts into token ids, for texts of one token, and texts of several tokens.
+
+    Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
+    that has no decoder of the library `tokenizers`.
+    """
+    unknown_token: Any = tokenizer.unk_token
     ids: list[int] = []
+    texts: list[str] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        # Engines stop at token ids: a string of several tokens would need the text.
-        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            names = tokenizer.convert_ids_to_tokens(tokens)
-            raise stop_error(setting, text, [names] if isinstance(names, str) else names)
-        ids.append(tokens[0])
-    return tuple(ids)
+        names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
+        decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        error = stop_text_error(setting, text, names, unknown_token, decoded)
+        if error is not None:
+            raise error
+
+        if len(tokens) == 1:
+            ids.append(tokens[0])
+        elif tokenizer.is_fast:
+            texts.append(text)
+        else:
+            raise UserError(
+                f"the stop text {text!r} has several tokens, and the tokenizer has no tokenizer.json",
+                where=setting,
+                expected="stop texts of one token each, or a tokenizer of the library `tokenizers`",
+                got=type(tokenizer).__name__,
+                fix="convert the tokenizer to tokenizer.json, or choose a text of one token",
+            )
+    return tuple(ids), tuple(texts)
+
+
+def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
+    """Return the id of a token that a rule on logits names; raises UserError if there is no such token."""
+    token = explicit_token_id(text)
+    if token is not None:
+        if token >= len(tokenizer):
+            raise rule_id_error(setting, text, len(tokenizer))
+        return token
+
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+        names = tokenizer.convert_ids_to_tokens(tokens)
+        raise rule_token_error(setting, text, [names] if isinstance(names, str) else names)
+    return tokens[0]
+
+
+def logit_biases(
+    tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
+) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) of the sampling settings ``values``; raises UserError for an unknown token."""
+    biases: dict[int, float] = {}
+    for text, bias in values["logit_bias"].items():
+        biases[rule_token_id(tokenizer, text, f"{setting}.logit_bias")] = float(bias)
+    for text in values["banned_tokens"]:
+        biases[rule_token_id(tokenizer, text, f"{setting}.banned_tokens")] = BANNED
+    # A bias of 0 is no rule.
+    return tuple((token, bias) for token, bias in biases.items() if bias)
 
 
 def sampling_by_task(
@@ -172,7 +233,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
-    always end a response. Raises UserError for a field that does not exist or is out of range.
+    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`; a temperature that
+    changes over steps is that of the last one. Raises UserError for a field that does not exist or is out of
+    range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -180,13 +243,13 @@ def sampling_by_task(
 
     # Every field of a profile is a field of the rollout settings, too.
     defaults = {name: getattr(rollout, name) for name in profile_fields()}
-    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout")
+    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout", rollout.auto_limit)
 
     parameters_by_task: dict[str, SamplingParameters] = {}
     for task, profile in rollout.sampling_profiles.items():
         setting = f"rollout.sampling_profiles.{task}"
         values = {**defaults, **profile}
-        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting)
+        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting, rollout.auto_limit)
     return default_parameters, parameters_by_task
 
 
@@ -195,15 +258,27 @@ def _sampling_parameters(
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     setting: str,
+    auto: AutoLimitConfig,
 ) -> SamplingParameters:
-    stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
+    """Return the sampling parameters of the settings ``values``, which ``setting`` names in errors."""
+    stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
+
+    # An end token may be a stop text too: dict.fromkeys drops the repetition and keeps the order.
+    stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
     return SamplingParameters(
-        float(values["temperature"]),
-        float(values["top_p"]),
-        int(values["top_k"]),
-        int(values["max_response_tokens"]),
-        tuple(stop_ids),
-        float(values["min_p"]),
+        temperature=temperature_schedule(values["temperature"]).end,
+        top_p=float(values["top_p"]),
+        top_k=int(values["top_k"]),
+        max_response_tokens=largest_limit(values["max_response_tokens"], auto),
+        stop_token_ids=stop_token_ids,
+        min_p=float(values["min_p"]),
+        logit_bias=logit_biases(tokenizer, values, setting),
+        min_response_tokens=int(values["min_response_tokens"]),
+        repetition_penalty=float(values["repetition_penalty"]),
+        presence_penalty=float(values["presence_penalty"]),
+        frequency_penalty=float(values["frequency_penalty"]),
+        stop_texts=stop_texts,
+        no_repeat_ngram_size=int(values["no_repeat_ngram_size"]),
     )
 
 
@@ -242,7 +317,8 @@ class PromptEncoder:
         for row, record in enumerate(records):
             # A template writes its own BOS.
             if not uses_chat_template(record, self.data):
-                tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
+                prefixed = with_prefix(prefix, tokens[row].tolist())
+                tokens[row] = numpy.asarray(prefixed, numpy.int32)
 
             if not len(tokens[row]):
                 raise no_tokens_error(texts[row], f"{record.where} ({self.setting})")
@@ -365,9 +441,9 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
+    """Return the number of tokens at which counting stops for a text with a limit of ``limit``.
 
-    Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
+    Shorter texts have their exact length in messages, so that a user sees how far to raise the limit.
     """
     return 2 * limit + 1024
 

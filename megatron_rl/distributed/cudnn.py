@@ -1,9 +1,9 @@
 """One cuDNN in a process: the one that torch brings.
 
 Transformer Engine loads a cuDNN of CUDA_HOME or of the library path first, and its parts by name. With
-torch's own beside it, half of either is used: on an H100 with cuDNN 9.14 on the machine and 9.19 in torch's
-wheels, `torch.backends.cudnn.version()` raised, and with it every convolution. A library that is loaded is
-not looked for again, so torch's are loaded first.
+torch's own in the same process, parts of both are mixed: on an H100 with cuDNN 9.14 on the machine and 9.19
+in torch's wheels, `torch.backends.cudnn.version()` raised, and with it every convolution. The loader does not
+search for a library that is loaded already, so torch's are loaded first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_cudnn_of_torch() -> None:
     if device.on_host() or find_spec("transformer_engine") is None:
         return
 
-    # torch has loaded the one without parts in its name, which finds the others next to itself.
+    # torch has loaded the main library, libcudnn.so, whose parts are in the same folder.
     maps = ""
     if _MAPS.is_file():
         maps = _MAPS.read_text()

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -257,16 +258,59 @@ def peak_memory(reset: bool = False) -> int:
     return peak
 
 
+@dataclass(frozen=True)
+class MemoryReading:
+    """Memory of this rank's device, in bytes.
+
+    Example: ``MemoryReading(allocated=40 << 30, peak=61 << 30, others=3 << 30, total=79 << 30)``.
+    """
+
+    allocated: int
+    """Bytes of the tensors that exist now."""
+    peak: int
+    """Most bytes of tensors since the last restart, or since the last reset of `peak_memory`."""
+    others: int
+    """Bytes outside of PyTorch's allocator: CUDA, NCCL and other processes."""
+    total: int
+    """Bytes of the device."""
+
+
+def read_memory(*, restart: bool = False) -> MemoryReading | None:
+    """Read the memory of the device; None on a host, which has no peak of a part of a step.
+
+    ``restart`` begins a new peak, without a loss for `peak_memory`. The host does not wait for the device,
+    since PyTorch's allocator counts on the host.
+    """
+    if not _in_use():
+        return None
+    if restart:
+        _restart_peak()
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved() - _unbacked_bytes
+    return MemoryReading(
+        allocated=torch.cuda.memory_allocated() - _unbacked_bytes,
+        peak=torch.cuda.max_memory_allocated() - _unbacked_bytes,
+        others=max(0, total - free - reserved),
+        total=total,
+    )
+
+
+def _restart_peak() -> None:
+    """Begin a new peak of PyTorch's, and keep the one so far for `peak_memory`."""
+    global _earlier_peak
+    _earlier_peak = peak_memory()
+    torch.cuda.reset_peak_memory_stats()
+
+
 def set_unbacked(size: int) -> None:
     """Set the number of allocated bytes without physical memory, such as a sleeping engine's.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
-    global _unbacked_bytes, _earlier_peak
+    global _unbacked_bytes
     if _in_use():
         # Record the peak with the previous number: PyTorch does not record when its peak was reached.
-        _earlier_peak = peak_memory()
-        torch.cuda.reset_peak_memory_stats()
+        _restart_peak()
     _unbacked_bytes = size
 
 

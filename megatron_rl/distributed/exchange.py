@@ -390,6 +390,15 @@ def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     return values
 
 
+def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """Take the element-wise maximum of a tensor over the group, in place, and return it.
+
+    Collective over the group.
+    """
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
 def rank_in(group: Any = None) -> int:
     """Return this process's global rank, or its rank in a span across several jobs (`join_span`)."""
     if group is None:

@@ -22,7 +22,7 @@ LARGEST_OBSERVATION = 2**20
 
 
 class Truncated(Exception):
-    """No room, or no turn, is left for the policy: the episode ends as it is, without failure."""
+    """Exhausted room or turns of the policy: its episode ends there, without failure."""
 
 
 class WrongUse(Exception):

@@ -470,7 +470,7 @@ def _asks(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | N
 def _ended(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     """Validate the end of an episode."""
     truncated = frame.get("truncated") is True
-    # The environment leaves the reward to others, or was truncated.
+    # Without a reward the episode was truncated, or scorers reward it.
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 

@@ -16,7 +16,7 @@ class ReasoningGym(Environment):
     """Conversation about one task of reasoning-gym, until an answer has full score or ``attempts`` are used.
 
     The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The reward is the task's score of the
-    last answer, which may be partial; ``first_attempt`` is that of the first.
+    last answer, which may be partial; ``first_attempt`` is the score of the first answer.
     """
 
     attempts: int = setting(1, "Answers that an episode may give.", at_least=1, at_most=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,17 +38,29 @@ from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import without_quantization
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Coordinates, Region, regions, view_of
+from megatron_rl.weights.boxes import (
+    BoxGroup,
+    BoxIndex,
+    Coordinates,
+    Region,
+    boxes_of_experts,
+    regions,
+    view_of,
+)
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
+"""Largest size of a file of the checkpoint, a usual one among published checkpoints."""
 PIECE_BYTES = 64 * 2**20
+"""Largest size of a piece, of which a rank has only a few in memory at a time."""
 FURTHER_FILE = "further-tensors.safetensors"
-"""File of what is copied and not trained: layers for multi-token prediction, parts of a multimodal model."""
+"""File of tensors that are copied, not trained: layers for multi-token prediction, other parts of a
+multimodal model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
 """Endings of the names of tensors that stay float32: the biases that balance the load of experts."""
 
@@ -66,6 +79,22 @@ class _Piece:
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
+    interleaved: bool = True
+    """Whether a tensor of all experts has the outputs of gate and up in turn."""
+
+    def boxes(self, writer: int) -> list[TensorBox]:
+        """Return the boxes of the model's tensors in the piece; ``writer`` is its rank."""
+        strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
+        box = TensorBox(
+            self.name,
+            self.start,
+            self.size,
+            rank=writer,
+            storage=self.name,
+            offset=0,
+            stride=strides,
+        )
+        return boxes_of_experts([box], self.interleaved)
 
 
 def export(
@@ -79,24 +108,37 @@ def export(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
-    ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
-    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If it is
-    multimodal, so is the export: the other parts are copied with their dtypes, and config.json is its own. A
-    model with a scalar head, or without ``source``, is written as a language model alone. None as
-    ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
-    parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
+    ``source`` is the checkpoint that the model was made from: its tokenizer files, its layers for
+    multi-token prediction and its indexers of sparse attention are copied; quantised ones of these tensors
+    are written in ``dtype``. If ``source`` is multimodal, so is the export, with its config.json and the
+    dtypes of its other parts. A model with a scalar head, or without ``source``, is written as a text-only
+    model. None as ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different
+    ranks write files in parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds
+    more than a few pieces.
     ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
     cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
     hf_model = pretrained(model.hf_config)
-    dtype = dtype or next(iter(parameters.values())).dtype
-    shapes = hf_model.tensor_shapes()
-    dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+    if dtype is None:
+        first_parameter = next(iter(parameters.values()))
+        dtype = first_parameter.dtype
 
-    files = shard_files(shapes, dtypes, file_bytes)
+    # Dtype of each tensor in the files.
+    shapes = hf_model.stored_shapes()
     multimodal = _multimodal_source(hf_model, source)
-    extra_tensors = _mtp_tensors(hf_model, source)
+    interleaved = True
+    if multimodal is not None and multimodal.exports_transposed_experts:
+        interleaved = False
+        shapes = stored_shapes(shapes, interleaved)
+    dtypes = dict.fromkeys(shapes, dtype)
+    for name in shapes:
+        if name.endswith(FLOAT32_NAMES):
+            dtypes[name] = torch.float32
+
+    # Tensors that are copied from the source rather than sent by ranks.
+    files = shard_files(shapes, dtypes, file_bytes)
+    extra_tensors = _copied_tensors(hf_model, source)
     stored_names: dict[str, str] = {}
     if multimodal is not None:
         extra_tensors += multimodal.carried()
@@ -105,7 +147,15 @@ def export(
         # Readers that find `model.safetensors` ignore the index, and with it the file of further tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
-    content = _Content(files, shapes, dtypes, parameters, source_boxes(model), stored_names)
+    content = _Content(
+        files,
+        shapes,
+        dtypes,
+        parameters,
+        boxes=source_boxes(model),
+        stored_names=stored_names,
+        interleaved=interleaved,
+    )
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
 
@@ -123,10 +173,21 @@ def export_adapters(
     model's ranks.
     """
     parameters = adapter_parameters(model)
-    shapes = {PEFT_PREFIX + name: shape for name, shape in model.adapters.tensor_shapes().items()}
-    dtypes = dict.fromkeys(shapes, next(iter(parameters.values())).dtype)
-    content = _Content({PEFT_WEIGHTS: list(shapes)}, shapes, dtypes, parameters, peft_boxes(model))
-    config = model.adapters.peft_config() | {"base_model_name_or_path": str(source), "lora_dropout": dropout}
+    shapes: dict[str, Shape] = {}
+    for name, shape in model.adapters.tensor_shapes().items():
+        shapes[PEFT_PREFIX + name] = shape
+
+    # All adapters have the dtype of the first one, and are small enough for one file.
+    first_parameter = next(iter(parameters.values()))
+    dtypes = dict.fromkeys(shapes, first_parameter.dtype)
+    files = {PEFT_WEIGHTS: list(shapes)}
+    content = _Content(files, shapes, dtypes, parameters, boxes=peft_boxes(model))
+
+    config = {
+        **model.adapters.peft_config(),
+        "base_model_name_or_path": str(source),
+        "lora_dropout": dropout,
+    }
 
     def finish(target: Path) -> None:
         (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -136,7 +197,7 @@ def export_adapters(
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a checkpoint to write, and this rank's part of it."""
+    """Tensors of a checkpoint to write, and this rank's part of them."""
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
@@ -150,6 +211,8 @@ class _Content:
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files, in a multimodal checkpoint."""
+    interleaved: bool = True
+    """Whether a tensor of all experts has the outputs of gate and up in turn."""
 
     def stored(self, name: str) -> str:
         """Return the name of a tensor in the files."""
@@ -166,35 +229,58 @@ def _write(
     """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
     group = model.groups.all
     ranks = model.groups.layout.ranks
-    steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
+    steps = _schedule_pieces(content, ranks, piece_bytes)
+
+    # Only the first rank creates and renames the folder; the others wait and raise its errors.
     target = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
-    _run_or_raise(lambda: _prepare(path, target) if is_first else None, path, group)
+
+    def prepare() -> None:
+        if is_first:
+            _prepare(path, target)
+
+    _run_or_raise(prepare, path, group)
 
     # Send every piece to its writer. A rank without messages in the first step must connect, too.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
     writer = _Writer(content, target)
     connect(group)
-    _collect(steps, sources, BoxIndex(content.boxes), content.parameters, writer, group)
+    _collect(
+        steps,
+        sources,
+        BoxIndex(content.boxes),
+        content.parameters,
+        writer,
+        group,
+    )
 
     # The folder gets its name only when the files of all ranks are on the disk.
-    digests_by_rank = _run_or_raise(writer.close, path, group)
-    digests = {name: digest for by_name in digests_by_rank for name, digest in by_name.items()}
-    _run_or_raise(lambda: _publish(target, path, finish, digests) if is_first else None, path, group)
+    digests: dict[str, str] = {}
+    for digests_of_rank in _run_or_raise(writer.close, path, group):
+        digests |= digests_of_rank
+
+    def publish() -> None:
+        if is_first:
+            _publish(target, path, finish, digests)
+
+    _run_or_raise(publish, path, group)
 
 
-def _mtp_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the names of the tensors of ``source`` in multi-token prediction (MTP) layers."""
-    if source is None or not hf_model.config.get("num_nextn_predict_layers"):
+def _copied_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
+    """Return the names of the tensors of ``source`` that are not trained, as `PretrainedModel.is_copied`."""
+    has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
+    if source is None or not has_copied:
         return []
-    return sorted(name for name in open_checkpoint(source).names() if hf_model.is_mtp(name))
+    names = open_checkpoint(source).names()
+    return sorted(name for name in names if hf_model.is_copied(name))
 
 
 def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
-    """Return the multimodal checkpoint that the export completes, None where a language model is exported."""
+    """Open ``source`` if it is multimodal and its other parts belong in the export, otherwise return None."""
     if source is None or hf_model.shape.scalar_head:
         return None
+
     files = open_checkpoint(source)
     if isinstance(files, CheckpointFiles) and files.is_multimodal:
         return files
@@ -202,18 +288,16 @@ def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> 
 
 
 def _schedule_pieces(
-    files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, Shape],
+    content: _Content,
     ranks: Sequence[int],
-    dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
     """Return for each step the piece of each writer; ranks take turns as the writers of files."""
     queues: dict[int, list[_Piece]] = {}
-    for index, (file, names) in enumerate(files.items()):
+    for index, (file, names) in enumerate(content.files.items()):
         queue = queues.setdefault(ranks[index % len(ranks)], [])
         for name in names:
-            queue += _split_tensor(file, name, shapes[name], dtypes[name], piece_bytes)
+            queue += _split_tensor(content, file, name, piece_bytes)
 
     # Writers with fewer pieces have none in the last steps.
     count = max(len(queue) for queue in queues.values())
@@ -225,30 +309,39 @@ def _schedule_pieces(
 
 
 def _split_tensor(
+    content: _Content,
     file: str,
     name: str,
-    shape: Shape,
-    dtype: torch.dtype,
     piece_bytes: int,
 ) -> Iterator[_Piece]:
     """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    shape = content.shapes[name]
+    dtype = content.dtypes[name]
+
     # A tensor is cut between rows, so that each piece is contiguous in the file.
     row_bytes = tensor_bytes(shape[1:], dtype)
     rows = max(1, piece_bytes // max(row_bytes, 1))
 
+    row_shape = shape[1:]
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
+        row_start = (0,) * len(row_shape)
         yield _Piece(
             file,
             name,
-            (begin, *(0 for _ in shape[1:])),
-            (count, *shape[1:]),
-            dtype,
+            start=(begin, *row_start),
+            size=(count, *row_shape),
+            dtype=dtype,
+            interleaved=content.interleaved,
         )
 
 
 class _Writer:
-    """Writer of this rank's files. `close` raises any error, since other ranks still send their pieces."""
+    """Writer of this rank's files.
+
+    An error of a write is raised by `close`: until then other ranks send pieces, and would wait forever for
+    a receiver that has left the loop.
+    """
 
     def __init__(self, content: _Content, target: Path) -> None:
         self._content = content
@@ -260,13 +353,19 @@ class _Writer:
         """Append a piece to its file."""
         if self._error is not None:
             return
+
+        # A file is opened with its first piece, and has all its shapes in its header.
         try:
             if piece.file not in self._open:
                 content = self._content
-                names = content.files[piece.file]
-                shapes = {content.stored(name): content.shapes[name] for name in names}
-                dtypes = {content.stored(name): content.dtypes[name] for name in names}
-                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, shapes, dtypes)
+                shapes: dict[str, Shape] = {}
+                dtypes: dict[str, torch.dtype] = {}
+                for name in content.files[piece.file]:
+                    stored_name = content.stored(name)
+                    shapes[stored_name] = content.shapes[name]
+                    dtypes[stored_name] = content.dtypes[name]
+                path = self._target / piece.file
+                self._open[piece.file] = SafetensorsWriter(path, shapes, dtypes)
             self._open[piece.file].write(values)
         except OSError as error:
             self._error = error
@@ -274,7 +373,9 @@ class _Writer:
     def close(self) -> dict[str, str]:
         """Close the files and return the digest of each by name; raise the first error of any write."""
         complete = self._error is None
-        digests = {name: file.close(complete) for name, file in self._open.items()}
+        digests: dict[str, str] = {}
+        for name, file in self._open.items():
+            digests[name] = file.close(complete)
         if self._error is not None:
             raise self._error
         return digests
@@ -283,37 +384,49 @@ class _Writer:
 def _collect(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
-    held_boxes: BoxIndex,
+    local_boxes: BoxIndex,
     parameters: Mapping[str, Tensor],
     writer: _Writer,
     group: Any,
 ) -> None:
-    """Send the regions of each piece from their holders to its writer, step by step.
+    """Send the regions of each piece to its writer, step by step, and write this rank's pieces.
 
-    Collective over the group.
+    ``sources`` are the boxes of all ranks, ``local_boxes`` those in this rank's ``parameters``. Collective
+    over the group.
     """
+    # All ranks use slots of one size, so that a receiver needs no message about it.
     rank = device.rank()
     max_piece_bytes = 0
     for step in steps:
         for piece in step.values():
-            max_piece_bytes = max(max_piece_bytes, tensor_bytes(piece.size, piece.dtype))
+            piece_bytes = tensor_bytes(piece.size, piece.dtype)
+            max_piece_bytes = max(max_piece_bytes, piece_bytes)
 
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
         target = step.get(rank)
         values = None
+        target_boxes = BoxIndex(())
         if target is not None:
-            values = torch.empty(target.size, dtype=target.dtype, device=device.device())
+            target_boxes = BoxIndex(target.boxes(rank))
+            values = torch.empty(
+                target.size,
+                dtype=target.dtype,
+                device=device.device(),
+            )
+
+        # Views to send from and to receive into, by peer. A region that this rank has itself is copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
             source_view = None
             if sender == rank:
-                box = held_boxes.containing(region)[0]
+                box = local_boxes.containing(region)[0]
                 source_view = view_of(parameters[box.storage], box)
 
             if receiver == rank:
-                assert target is not None and values is not None
-                target_view = _region_view(values, target, region)
+                assert values is not None
+                (target_box,) = target_boxes.containing(region)
+                target_view = view_of(values, target_box)
                 if source_view is not None:
                     target_view.copy_(source_view)
                 else:
@@ -322,51 +435,47 @@ def _collect(
                 sends.setdefault(receiver, []).append((source_view, region.dtype))
 
         # A slot for a piece in one message, with room for the alignment of its regions.
-        Exchange(sends, receives, 2 * max_piece_bytes + 4096, group).run()
+        slot_bytes = 2 * max_piece_bytes + 4096
+        exchange = Exchange(sends, receives, slot_bytes, group)
+        exchange.run()
         if target is not None and values is not None:
             writer.write(target, values)
 
 
-def _region_view(values: Tensor, piece: _Piece, region: Region) -> Tensor:
-    """Return the view of a region in the values of a piece."""
-    for dim, count in enumerate(region.size):
-        values = values.narrow(dim, region.start[dim] - piece.start[dim], count)
-    return values
-
-
 def _flows(
-    steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup]
+    steps: Sequence[Mapping[int, _Piece]],
+    sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
     """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
-    # The pieces are the boxes that their writers need, with the step of each by first row.
+    # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
     steps_by_row: dict[str, list[tuple[int, int]]] = {}
     for number, step in enumerate(steps):
         for writer, piece in step.items():
-            box = TensorBox(
-                piece.name,
-                piece.start,
-                piece.size,
-                writer,
-                piece.name,
-                0,
-                (0,) * len(piece.size),
-            )
-            boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype
-            steps_by_row.setdefault(piece.name, []).append((piece.start[0], number))
+            for box in piece.boxes(writer):
+                boxes.setdefault(writer, []).append(box)
+                steps_by_row.setdefault(box.name, []).append((box.start[0], number))
 
-    destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
+    destinations = []
+    for writer, writer_boxes in boxes.items():
+        destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
+
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for number, region in enumerate(regions(sources, destinations)):
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
-        index = bisect_right(starts, (region.start[0], len(steps))) - 1
+        last_start = (region.start[0], len(steps))
+        index = bisect_right(starts, last_start) - 1
         step = starts[index][1]
+
+        # A writer that has the region itself sends no message.
         holders = region.holders
-        sender = writer if writer in holders else holders[number % len(holders)]
+        sender = holders[number % len(holders)]
+        if writer in holders:
+            sender = writer
         flows[step].append((region, writer, sender))
     return flows
 
@@ -375,10 +484,11 @@ def _prepare(path: Path, target: Path) -> None:
     """Create an empty temporary folder; raise FileExistsError if ``path`` is not new or empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
+
+    # Remove files of an export that was interrupted.
     target.mkdir(parents=True, exist_ok=True)
-    # Files of an export that was interrupted.
-    for leftover in target.iterdir():
-        leftover.unlink()
+    for file in target.iterdir():
+        file.unlink()
 
 
 def _publish(
@@ -390,10 +500,12 @@ def _publish(
     """Complete the temporary folder and rename it to ``path``."""
     finish(target)
     seal(target, digests)
-    # An empty folder: `_prepare` allows no other.
+
+    # An empty folder: `_prepare` refuses any other.
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
+    # The new name survives a power failure only when the parent folder is on the disk, too.
     sync_folder(path.parent)
 
 
@@ -406,7 +518,9 @@ def _finish(
     target: Path,
 ) -> None:
     """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
-    files = {file: [content.stored(name) for name in names] for file, names in content.files.items()}
+    files: dict[str, Sequence[str]] = {}
+    for file, names in content.files.items():
+        files[file] = [content.stored(name) for name in names]
 
     if content.stored_names:
         assert source is not None
@@ -414,7 +528,9 @@ def _finish(
     else:
         _write_config(hf_config, dtype, target)
 
-    total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
+    total_bytes = 0
+    for name, shape in content.shapes.items():
+        total_bytes += tensor_bytes(shape, content.dtypes[name])
     if source is not None and extra_tensors:
         total_bytes += copy_tensors(source, target / FURTHER_FILE, extra_tensors, dtype)
         files = {**files, FURTHER_FILE: extra_tensors}
@@ -426,28 +542,42 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _write_config(hf_config: Any, dtype: torch.dtype, target: Path) -> None:
+def _write_config(
+    hf_config: Any,
+    dtype: torch.dtype,
+    target: Path,
+) -> None:
     """Write config.json as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    described = pretrained(config)
+    model = pretrained(config)
     if not config.architectures:
-        config.architectures = [described.family.architecture]
-    for key, value in described.engine_keys.items():
+        config.architectures = [model.family.architecture]
+
+    # Keys without which an engine would read the weights as another model's.
+    for key, value in model.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)
 
 
-def _write_multimodal_config(source: Path, dtype: torch.dtype, target: Path) -> None:
-    """Write the config.json of a multimodal checkpoint as it is, but for the dtype of the language model."""
+def _write_multimodal_config(
+    source: Path,
+    dtype: torch.dtype,
+    target: Path,
+) -> None:
+    """Write the config.json of a multimodal checkpoint without quantisation and with the export's dtype."""
     config = without_quantization(read_json(source / "config.json"))
+
+    # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        inner.pop("torch_dtype", None)
-        inner["dtype"] = config["dtype"]
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        text_config.pop("torch_dtype", None)
+        text_config["dtype"] = config["dtype"]
+
+    text = json.dumps(config, indent=2) + "\n"
+    (target / "config.json").write_text(text, encoding="utf-8")
 
 
 def _run_or_raise(

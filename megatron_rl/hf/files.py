@@ -16,9 +16,11 @@ from torch import Tensor
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
-from megatron_rl.hf.quantized import dequantize
+from megatron_rl.hf.quantized import dequantize, dequantize_blocks
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.multimodal import TensorLocation, language_config, tensor_locations
+from megatron_rl.shapes.families import BY_MODEL_TYPE
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
+from megatron_rl.shapes.multimodal import language_config, language_name, multimodal_of, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -28,8 +30,11 @@ from megatron_rl.shapes.pretrained import (
     weight_files,
 )
 from megatron_rl.shapes.quantized import (
+    MXFP4_BLOCK,
     Quantization,
+    has_mxfp4_scales,
     is_activation_scale,
+    mxfp4_error,
     read_quantization,
     scale_shape_error,
     scales_by_weight,
@@ -38,9 +43,14 @@ from megatron_rl.shapes.quantized import (
 Shape = tuple[int, ...]
 
 _DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of dtypes in the header of a safetensors file."""
 
 
 def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -49,12 +59,12 @@ def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 class CheckpointFiles:
-    """Tensors of a checkpoint directory, of which slices can be read.
+    """Tensors of a checkpoint directory, readable a slice at a time.
 
     ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
-    them. Of a multimodal checkpoint the tensors are those of its language model, under the names that they
-    have in a checkpoint of its own (see `shapes.multimodal`). Quantised weights are read as float32, and
-    their scales are not listed (see `shapes.quantized`).
+    them. A multimodal checkpoint has the tensors of its language model, under the names of a checkpoint with
+    the language model alone (see `shapes.multimodal`). Quantised weights are read as float32, and their
+    scales are not listed (see `shapes.quantized`).
 
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
@@ -63,20 +73,48 @@ class CheckpointFiles:
     def __init__(self, path: str | Path, file: str | None = None) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
-        files = weight_files(self.path) if file is None else [self.path / file]
-        self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
+        files: list[Path] | None
+        if file is None:
+            files = weight_files(self.path)
+        else:
+            files = [self.path / file]
 
+        # Stored name -> file.
+        self._file_of: dict[str, Path] = {}
+        for name, file_name in self._index(files).items():
+            self._file_of[name] = self.path / file_name
+
+        # A single file, such as that of adapters, has no config.json of its own.
         config: Mapping[str, Any] = {}
         config_file = self.path / "config.json"
         if file is None and config_file.is_file():
             config = read_json(config_file)
         language_model = language_config(config)
 
-        # Name -> where it is stored.
-        self._locations: dict[str, TensorLocation] = {name: TensorLocation(name) for name in self._file_of}
-        self.is_multimodal = language_model is not config
-        if self.is_multimodal:
-            self._locations = tensor_locations(self._file_of, self._stored_shape)
+        # Name -> location among the stored tensors, by default the tensor of the same name.
+        self._locations: dict[str, TensorLocation] = {}
+        for name in self._file_of:
+            self._locations[name] = TensorLocation(name)
+
+        kind = multimodal_of(config)
+        self.is_multimodal = kind is not None
+        self.exports_transposed_experts = kind is not None and kind.transposed_experts
+        if kind is not None:
+            hidden = language_model["hidden_size"]
+            self._locations = tensor_locations(self._file_of, self._stored_shape, hidden)
+
+        # Families that stack all experts of a layer in one tensor.
+        model_type = str(language_model.get("model_type"))
+        family = BY_MODEL_TYPE.get(model_type)
+        if family is not None and family.interleaved_experts:
+            self._locations = {}
+            for name in self._file_of:
+                self._locations |= expert_tensors(name, self._stored_shape(name))
+
+        # A tensor of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
+        self._stored_experts: dict[str, str] = {}
+        if self.exports_transposed_experts:
+            self._stored_experts = {language_name(name): name for name in self._file_of}
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
@@ -85,7 +123,7 @@ class CheckpointFiles:
             self._scales = scales_by_weight(self._locations)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, without ``files`` from the directory's index."""
+        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
         index = self.path / INDEX
         if files is None:
             try:
@@ -94,8 +132,10 @@ class CheckpointFiles:
                 expected = "JSON with a weight_map"
                 raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
 
-            indexed_files = sorted(set(weight_map.values()))
-            absent_files = [file for file in indexed_files if not (self.path / file).is_file()]
+            absent_files: list[str] = []
+            for file in sorted(set(weight_map.values())):
+                if not (self.path / file).is_file():
+                    absent_files.append(file)
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
@@ -106,14 +146,23 @@ class CheckpointFiles:
             return weight_map
 
         if not files:
+            got = "no *.safetensors file"
+            if not self.path.is_dir():
+                got = "no such directory"
             raise UserError(
                 "The checkpoint has no safetensors.",
                 where=str(self.path),
                 expected=f"{SINGLE} or {INDEX}",
-                got="no such directory" if not self.path.is_dir() else "no *.safetensors file",
+                got=got,
                 fix="give the path of a directory that `save_pretrained` wrote",
             )
-        return {name: file.name for file in files for name in self._handle(file).keys()}  # noqa: SIM118
+
+        # Without an index the files' own headers list the tensors.
+        names: dict[str, str] = {}
+        for shard in files:
+            tensor_names = self._handle(shard).keys()
+            names |= dict.fromkeys(tensor_names, shard.name)
+        return names
 
     def _handle(self, file: Path) -> Any:
         """Return the open safetensors file; raise UserError if it cannot be read."""
@@ -138,7 +187,8 @@ class CheckpointFiles:
         names = set(self._locations)
         if self._quantization is None:
             return names
-        return {name for name in names - set(self._scales.values()) if not is_activation_scale(name)}
+        names -= set(self._scales.values())
+        return {name for name in names if not is_activation_scale(name)}
 
     def carried(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
@@ -146,16 +196,20 @@ class CheckpointFiles:
         return sorted(set(self._file_of) - language_model)
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which a tensor is stored; that of an expert in a fused tensor is its own.
+        """Return the name of a tensor in the files of an export.
 
-        An export writes experts one by one.
+        It is the stored name, but for an expert in a tensor of all experts: an export writes experts one by
+        one, each under a name of its own, unless its kind has them transposed.
         """
         location = self._locations.get(name)
         if location is None:
-            return name
+            return self._stored_experts.get(name, name)
         if location.expert is None:
             return location.name
-        return location.name.rpartition("experts.")[0] + "experts." + name.rpartition("experts.")[2]
+
+        # The prefix of the multimodal checkpoint, and the rest of the expert's own name.
+        prefix = location.name.rpartition("experts.")[0]
+        return prefix + "experts." + name.rpartition("experts.")[2]
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the model's tensors by name."""
@@ -168,11 +222,11 @@ class CheckpointFiles:
         return location.shape(self._stored_shape(location.name))
 
     def _location(self, name: str) -> TensorLocation:
-        """Return where a tensor is stored; one that is carried has its stored name."""
+        """Return the location of a tensor; one outside the language model is found by its stored name."""
         return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
-        """Return the shape of a stored tensor."""
+        """Return the shape of a tensor by its stored name."""
         return tuple(self._slice_of(stored).get_shape())
 
     def read(
@@ -186,41 +240,107 @@ class CheckpointFiles:
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
         location = self._location(name)
-        dims = zip(start, size, strict=True)
-        box: list[int | slice] = [slice(begin, begin + count) for begin, count in dims]
-        if location.expert is not None:
-            # An index removes the dimension of the experts.
-            first = location.begin + start[0]
-            box = [location.expert, slice(first, first + size[0]), *box[1:]]
-        values = self._slice_of(location.name)[tuple(box)]
+        if location.blocks:
+            return self._read_blocks(location, start, size)
+
+        box = _stored_box(location, start, size)
+        values = self._slice_of(location.name)[box]
+        if location.transposed:
+            values = values.transpose(0, 1)
+        # safetensors has no slices with a step.
+        values = values[:: location.step]
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
 
-    def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
+    def _read_blocks(
+        self,
+        location: TensorLocation,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
+        """Return a box of a matrix in mxfp4 as float32."""
+        scales_name = location.name.removesuffix(BLOCKS) + SCALES
+        shape = self._stored_shape(location.name)
+        scales_shape = None
+        if scales_name in self._file_of:
+            scales_shape = self._stored_shape(scales_name)
+        if not has_mxfp4_scales(shape, scales_shape):
+            raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
+
+        # Read the whole blocks that contain the columns: a scale belongs to a block.
+        first_row, first_column = start
+        row_count, column_count = size
+        first_block = first_column // MXFP4_BLOCK
+        end_block = -(-(first_column + column_count) // MXFP4_BLOCK)
+        box = _stored_box(
+            location,
+            (first_row, first_block),
+            (row_count, end_block - first_block),
+        )
+        blocks = self._slice_of(location.name)[box]
+        scales = self._slice_of(scales_name)[box]
+
+        # safetensors has no slices with a step.
+        return dequantize_blocks(
+            blocks[:: location.step],
+            scales[:: location.step],
+            first_column - first_block * MXFP4_BLOCK,
+            column_count,
+        )
+
+    def _dequantize(
+        self,
+        name: str,
+        values: Tensor,
+        start: Sequence[int],
+    ) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
-        # Scales are read whole: they are a fraction of the box, and one of a tensor may have no dimensions.
+        # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
         stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 
         assert self._quantization is not None
         shape = self.shape(name)
-        block = self._quantization.block_of(shape, tuple(scales.shape))
+        scales_shape = tuple(scales.shape)
+        block = self._quantization.block_of(shape, scales_shape)
         if block is None:
-            raise scale_shape_error(str(self._file_of[stored]), stored, tuple(scales.shape), shape)
+            file = str(self._file_of[stored])
+            raise scale_shape_error(file, stored, scales_shape, shape)
         return dequantize(values, scales, start, block)
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether a tensor is stored as numbers with scales."""
-        return name in self._scales
+        """Return whether a tensor is stored as numbers of 8 or 4 bits with scales."""
+        return name in self._scales or self._location(name).blocks
 
     def _slice_of(self, stored: str) -> Any:
         """Return safetensors' lazy view of a stored tensor."""
         return self._handle(self._file_of[stored]).get_slice(stored)
 
 
+def _stored_box(
+    location: TensorLocation,
+    start: Sequence[int],
+    size: Sequence[int],
+) -> tuple[int | slice, ...]:
+    """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
+    box: list[slice] = []
+    for begin, count in zip(start, size, strict=True):
+        box.append(slice(begin, begin + count))
+    if location.expert is None:
+        return tuple(box)
+
+    # An index removes the dimension of the experts.
+    first = location.begin + start[0] * location.step
+    last = first + max(size[0] - 1, 0) * location.step
+    box[0] = slice(first, last + min(size[0], 1))
+    if location.transposed:
+        box.reverse()
+    return (location.expert, *box)
+
+
 class SafetensorsWriter:
-    """Writer of one safetensors file from front to back, so that no tensor need be complete in memory.
+    """Writer of one safetensors file from front to back; no tensor has to be complete in memory.
 
     The digest of the file is computed while it is written, since reading a large file again takes long.
     """
@@ -247,6 +367,7 @@ class SafetensorsWriter:
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
 
+        # Bytes that are still to be written.
         self._remaining = position
         self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
@@ -260,6 +381,7 @@ class SafetensorsWriter:
         self._append(data.data)
 
     def _append(self, content: bytes | memoryview) -> None:
+        """Write bytes and add them to the digest."""
         self._file.write(content)
         self._digest.update(content)
 
@@ -300,8 +422,13 @@ def shard_files(
 
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    count = len(groups)
-    return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
+
+    # The names of transformers' save_pretrained.
+    files: dict[str, list[str]] = {}
+    for index, names in enumerate(groups, 1):
+        file = f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        files[file] = names
+    return files
 
 
 def write_index(
@@ -310,9 +437,14 @@ def write_index(
     total_bytes: int,
 ) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
-    # The same format as transformers writes: tensor -> file.
-    weight_map = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    # The format of transformers: tensor -> file.
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        weight_map |= dict.fromkeys(names, file)
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": weight_map,
+    }
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -350,7 +482,9 @@ def copy_tensors(
     # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
-        writer.write(files.read(name, (0,) * len(shape), shape).to(dtypes[name]))
+        origin = (0,) * len(shape)
+        values = files.read(name, origin, shape)
+        writer.write(values.to(dtypes[name]))
     writer.close()
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in shapes.items())
 

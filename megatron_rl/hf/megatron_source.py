@@ -1,4 +1,4 @@
-"""Read a Megatron checkpoint as Hugging Face tensors, a slice at a time: weights and optimizer states.
+"""Megatron checkpoints read as Hugging Face tensors, a slice at a time: weights and optimizer states.
 
 The locations of the tensors come from `megatron_rl.interop.megatron_lm`. Here torch reads their values, with
 ``weights_only``, so that a damaged or forged piece cannot run code.
@@ -33,7 +33,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect
 
 _CACHED_CHUNKS = 16
-"""Chunks of the checkpoint in memory: the next slice is mostly in one of them."""
+"""Chunks of the checkpoint that stay in memory: consecutive reads are mostly of slices of the same chunk."""
 
 
 def read_pointed(path: str | Path) -> MegatronCheckpoint:
@@ -44,7 +44,7 @@ def read_pointed(path: str | Path) -> MegatronCheckpoint:
 
 
 class ChunkReader:
-    """Chunks of a checkpoint's tensors, of which the last ones stay in memory."""
+    """Reader of a checkpoint's chunks, with a cache of the last ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,15 +66,21 @@ class ChunkReader:
 
 
 class BucketReader(ChunkReader):
-    """Ranges of the flat buffers of a distributed optimizer; ``buffers`` are state -> bucket -> tensor."""
+    """Reader of ranges in a distributed optimizer's flat buffers.
 
-    def __init__(self, path: Path, buffers: Mapping[str, Mapping[Bucket, StoredTensor]]) -> None:
+    ``buffers`` maps each state to its tensors by bucket.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        buffers: Mapping[str, Mapping[Bucket, StoredTensor]],
+    ) -> None:
         super().__init__(path)
-        self._chunks = {
-            (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
-            for state, buckets in buffers.items()
-            for bucket, tensor in buckets.items()
-        }
+        self._chunks: dict[tuple[str, Bucket], list[Chunk]] = {}
+        for state, buckets in buffers.items():
+            for bucket, tensor in buckets.items():
+                self._chunks[state, bucket] = sorted(tensor.chunks, key=lambda chunk: chunk.start)
 
     def read(
         self,
@@ -84,14 +90,17 @@ class BucketReader(ChunkReader):
         count: int,
     ) -> Tensor:
         """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
+        # The first chunk is the last one that starts at or before ``begin``.
         chunks = self._chunks[state, bucket]
         index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
         position = begin
+        end = begin + count
         slices = []
-        while position < begin + count:
+        while position < end:
             chunk = chunks[index]
             first = position - chunk.start[0]
-            values = self.load(chunk)[first : first + begin + count - position]
+            last = end - chunk.start[0]
+            values = self.load(chunk)[first:last]
             slices.append(values)
             position += len(values)
             index += 1
@@ -105,9 +114,9 @@ class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
     Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
-    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, which is called
-    without one, or the metadata of an optimizer state, such as a moment of each weight. Raises UserErrors if
-    the tensors are not the model's, or files are missing.
+    of the Hugging Face tensors in them. ``checkpoint`` is the metadata of the weights, by default from
+    `read_pointed`, or of an optimizer state, such as a moment of each weight. Raises UserErrors if the
+    tensors are not the model's, or files are missing.
     """
 
     def __init__(
@@ -116,7 +125,9 @@ class MegatronFiles:
         checkpoint: MegatronCheckpoint | None = None,
     ) -> None:
         model = read_pretrained(Path(path) / "config.json")
-        self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
+        if checkpoint is None:
+            checkpoint = read_pointed(path)
+        self.checkpoint = checkpoint
         self.path = self.checkpoint.path
         self._locations, errors = self.checkpoint.parameters(model.shape)
         errors += self.checkpoint.file_errors()
@@ -125,27 +136,32 @@ class MegatronFiles:
 
         # Boxes of Hugging Face tensors in the stored tensors.
         self._shapes = model.tensor_shapes()
-        shapes = {name: self._shape(location) for name, location in self._locations.items()}
-        boxes = trace_import(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
-            model,
-            Shard(),
-            0,
-        )
+        meta_tensors: dict[str, Tensor] = {}
+        for name, location in self._locations.items():
+            meta_tensors[name] = torch.empty(self._shape(location), device="meta")
+        boxes = trace_import(meta_tensors, model, Shard(), 0)
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:
             self._boxes.setdefault(box.name, []).append(box)
 
         # Index the chunks by tensor and, in tensors that stack layers, by layer.
         self._chunks: dict[tuple[str, int | None], list[Chunk]] = {}
-        stacked = {location.key for location in self._locations.values() if location.index}
+        stacked_keys: set[str] = set()
+        for location in self._locations.values():
+            if location.index:
+                stacked_keys.add(location.key)
+
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
-                entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
+                # None for a chunk with several layers, which a read of any layer has to consider.
+                entry = None
+                if key in stacked_keys and chunk.size[0] == 1:
+                    entry = chunk.start[0]
                 self._chunks.setdefault((key, entry), []).append(chunk)
         self._reader = ChunkReader(self.path)
 
     def _shape(self, location: Location) -> tuple[int, ...]:
+        """Return the shape of a parameter, without the dimensions in which it is an entry of a stack."""
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
@@ -163,9 +179,10 @@ class MegatronFiles:
         size: Sequence[int],
     ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        requested = (tuple(start), tuple(size))
         values: Tensor | None = None
         for box in self._boxes[name]:
-            overlap = intersect((tuple(start), tuple(size)), (box.start, box.size))
+            overlap = intersect(requested, (box.start, box.size))
             if overlap is None:
                 continue
 
@@ -173,6 +190,7 @@ class MegatronFiles:
             corners = zip(overlap[0], box.start, strict=True)
             box_start = [low - first for low, first in corners]
             stored = self._stored(box, box_start, overlap[1])
+
             # The stored dtype is known from the first piece.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
@@ -222,11 +240,11 @@ class MegatronFiles:
 
 
 class BufferFiles(MegatronFiles):
-    """Tensors of one optimizer state, such as the master weights or a moment, read a slice at a time.
+    """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    The state is the master weights in float32; `with_state` gives the others. ``parameters`` are the ranges
-    of the parameters in the flat buffers. Tensors that the optimizer does not update, as the biases that
-    balance the load of experts, are read from the model's weights.
+    The state is the float32 master weights; `with_state` returns the sources of the moments. ``parameters``
+    are the ranges of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
+    the biases that balance the load of experts, are read from the model's weights.
     """
 
     def __init__(
@@ -252,14 +270,30 @@ class BufferFiles(MegatronFiles):
         boxes: list[TensorBox] = []
         for ranks, shard_parameters in by_shard.items():
             tensor, expert, expert_tensor = ranks
-            shard = Shard(tensor, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
-            storages = {name: f"{ranks}{name}" for name in shard_parameters}
-            meta_tensors = {
-                name: torch.empty(parameter.shape, device="meta")
-                for name, parameter in shard_parameters.items()
-            }
-            boxes += trace_import(meta_tensors, model, shard, 0, storages, self._shapes)
-            self._flat |= {storages[name]: parameter for name, parameter in shard_parameters.items()}
+            shard = Shard(
+                tensor=tensor,
+                tensor_size=layout.tensor,
+                expert=expert,
+                expert_size=layout.expert,
+                expert_tensor=expert_tensor,
+                expert_tensor_size=layout.expert_tensor,
+            )
+
+            # A parameter has the same name in every shard: its storage is named with the shard's ranks.
+            storages: dict[str, str] = {}
+            meta_tensors: dict[str, Tensor] = {}
+            for name, parameter in shard_parameters.items():
+                storages[name] = f"{ranks}{name}"
+                self._flat[storages[name]] = parameter
+                meta_tensors[name] = torch.empty(parameter.shape, device="meta")
+            boxes += trace_import(
+                meta_tensors,
+                model,
+                shard,
+                0,
+                storages,
+                self._shapes,
+            )
 
         # These boxes replace the ones in the model's weights.
         for name in {box.name for box in boxes}:
@@ -268,7 +302,7 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return a source of another optimizer state, whose buffers have the same layout."""
+        """Return the source of another optimizer state, whose buffers have the same layout."""
         source = copy(self)
         source._state = state
         return source
@@ -279,6 +313,7 @@ class BufferFiles(MegatronFiles):
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
+        """Read a part of a box from the flat buffers, or from the weights of a tensor without a state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._stored(box, start, size)
@@ -294,23 +329,37 @@ class BufferFiles(MegatronFiles):
         # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
         row_elements = parameter_strides[0]
         first_element = parameter.start + begin[0] * row_elements
-        rows = self._buckets.read(self._state, parameter.bucket, first_element, size[0] * row_elements)
+        rows = self._buckets.read(
+            self._state,
+            parameter.bucket,
+            first_element,
+            size[0] * row_elements,
+        )
         values = rows.view(size[0], *parameter.shape[1:])
         for dim in range(1, len(size)):
             values = values.narrow(dim, begin[dim], size[dim])
         return values
 
 
-def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
+def _within(
+    values: Tensor,
+    start: Sequence[int],
+    box: Span,
+) -> Tensor:
     """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
-        values = values.narrow(dim, box_start[dim] - start[dim], count)
+        offset = box_start[dim] - start[dim]
+        values = values.narrow(dim, offset, count)
     return values
 
 
-def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
-    """Return a chunk as it was saved; raise UserError for anything but a tensor of its size."""
+def _load_tensor(
+    content: bytes,
+    chunk: Chunk,
+    path: Path,
+) -> Tensor:
+    """Deserialize a chunk; raise UserError for anything but a tensor of its size."""
     problem = None
     try:
         # weights_only: the bytes may be anything.

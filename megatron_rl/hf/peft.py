@@ -23,7 +23,7 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model, from the PEFT folder ``config.path`` if it is set, else new ones."""
+    """Attach adapters to a model, with values from the PEFT folder ``config.path`` or, if None, new ones."""
     initial = None
     if config.path is not None:
         initial = CheckpointFiles(config.path, PEFT_WEIGHTS)
@@ -39,9 +39,13 @@ def note_base(model: ParallelModel, path: str | Path) -> None:
     dtype = model.transformer_config.params_dtype
     is_reader = device.rank() == model.groups.layout.ranks[0]
 
-    checksums = run_on_all_ranks_or_raise(
-        lambda: fingerprint(path, dtype) if is_reader else None, "read the model's weights", model.groups.all
-    )
+    def read_checksum() -> str | None:
+        if is_reader:
+            return fingerprint(path, dtype)
+        return None
+
+    # Collective, so every rank calls it; only the first one has a result.
+    checksums = run_on_all_ranks_or_raise(read_checksum, "read the model's weights", model.groups.all)
     model.adapters = replace(model.adapters, base=checksums[0])
 
 

@@ -1,4 +1,4 @@
-"""Boxes of quantised tensors as float32."""
+"""Boxes of quantised tensors as float32: 8 bits with scales, and mxfp4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.shapes.quantized import MXFP4_BLOCK
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the numbers of 4 bits: one bit of sign, two of exponent, one of mantissa."""
+_E8M0_BIAS = 127
+"""Exponent of the scale of one."""
+
 
 def dequantize(
     values: Tensor,
@@ -14,13 +21,14 @@ def dequantize(
     start: Sequence[int],
     block: Sequence[int],
 ) -> Tensor:
-    """Return a box of a quantised weight as float32: each stored number times the scale of its block.
+    """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
-    ``values`` is the box that begins at ``start`` in the weight, at any place in a block. ``scales`` are
-    those of the complete weight, with one entry for each block of size ``block``; they may lack the last
-    dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
+    ``values`` is the box that begins at ``start`` in the weight; it need not begin where a block does.
+    ``scales`` belong to the complete weight, with one entry for each block of size ``block``; they may lack
+    the last dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
-    scales = scales.float().reshape(scales.shape + (1,) * (values.dim() - scales.dim()))
+    trailing = (1,) * (values.dim() - scales.dim())
+    scales = scales.float().reshape(scales.shape + trailing)
 
     for dim, (begin, count) in enumerate(zip(start, values.shape, strict=True)):
         # A dimension with one block is broadcast.
@@ -29,3 +37,32 @@ def dequantize(
         blocks = torch.arange(begin, begin + count) // block[dim]
         scales = scales.index_select(dim, blocks)
     return values.float().mul_(scales)
+
+
+def dequantize_blocks(
+    blocks: Tensor,
+    scales: Tensor,
+    begin: int,
+    count: int,
+) -> Tensor:
+    """Return columns of rows in mxfp4 as float32: each number times the power of two of its block.
+
+    ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes; a byte has two neighbours, the
+    first one in its lower half. ``begin`` is the first of ``count`` columns, counted from the first block.
+    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the order in a byte is gpt-oss's.
+    """
+    # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
+    negative = [-value for value in _E2M1]
+    values = torch.tensor([*_E2M1, *negative])
+    low_half = blocks & 0xF
+    high_half = blocks >> 4
+    halves = torch.stack((low_half, high_half), dim=-1)
+    numbers = values[halves.int()].flatten(-2)
+
+    # Exact in float32. 255 is not a number, and gives one that is refused.
+    exponents = scales.int() - _E8M0_BIAS
+    powers = torch.ldexp(torch.ones(scales.shape), exponents)
+    powers[scales == 255] = torch.nan
+    weights = (numbers * powers[..., None]).flatten(1)
+    assert weights.shape[1] % MXFP4_BLOCK == 0, weights.shape
+    return weights[:, begin : begin + count]

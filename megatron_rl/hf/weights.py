@@ -1,7 +1,7 @@
 """Import of Hugging Face checkpoints into Megatron models: boxes of their tensors, and loading.
 
-Of the ranks that hold the same parameter one reads it and broadcasts it, so that a data-parallel group reads
-each byte once.
+One of the ranks with the same parameter reads it and broadcasts it, so that a data-parallel group reads each
+byte once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ SAMPLED = 64
 _COMPARED_ROWS = 8192
 """Rows of the vocabulary that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
+"""Tensor names that an error lists; a checkpoint of another model has hundreds."""
 
 Checkpoint = CheckpointFiles | MegatronFiles
 """Source of slices of a model's tensors, by their Hugging Face names."""
@@ -53,28 +54,30 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     padding of the vocabulary is filled exactly once, and UserError for parameters of equal or unknown names.
     """
     parameters = live_parameters(model)
+
     # Storage by Megatron's name of the parameter.
-    canonical: dict[str, str] = {}
+    storage_by_name: dict[str, str] = {}
     for storage in parameters:
-        first_storage = canonical.setdefault(global_name(model, storage), storage)
+        first_storage = storage_by_name.setdefault(global_name(model, storage), storage)
         if first_storage != storage:
             raise UserError(
                 f"two parameters of the model are called {global_name(model, storage)}",
                 where="model.weights",
-                expected="one name of Megatron's for each parameter",
+                expected="a different name of Megatron's for each parameter",
                 got=f"{first_storage} and {storage}",
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
 
-    # Trace the import on meta tensors: it only records which slice goes where.
-    meta_tensors = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
-    shard = shard_of(model)
+    # Trace the import on meta tensors: it only records which slice fills which part of a parameter.
+    meta_tensors: dict[str, Tensor] = {}
+    for name, storage in storage_by_name.items():
+        meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
     return trace_import(
-        {name: meta_tensors[storage] for name, storage in canonical.items()},
+        meta_tensors,
         pretrained(model.hf_config),
-        shard,
+        shard_of(model),
         device.rank(),
-        canonical,
+        storage_by_name,
     )
 
 
@@ -117,10 +120,13 @@ def fill(
     # Errors are raised on all ranks before the first broadcast, which they would otherwise wait for.
     sources = _assign_sources(parameters, groups)
     assigned = _assigned_to_this_rank(sources)
-    run_on_all_ranks_or_raise(
-        lambda: _read(parameters, assigned, model, open_files()), "read the model's weights", groups.all
-    )
 
+    def read_assigned() -> None:
+        _read(parameters, assigned, model, open_files())
+
+    run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
+
+    # In the same order on all ranks, which `_assign_sources` computes alike.
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             broadcast_tensor(parameters[storage], source, group)
@@ -132,10 +138,14 @@ def assigned_parameters(parameters: Mapping[str, Tensor], model: ParallelModel) 
 
 
 def _assigned_to_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
+    """Return the names whose source, a rank in a group, is this rank."""
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
 
-def _assign_sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, tuple[Any, int]]:
+def _assign_sources(
+    parameters: Mapping[str, Tensor],
+    groups: Any,
+) -> dict[str, tuple[Any, int]]:
     """Return for each parameter the group that replicates it and the rank within the group that reads it.
 
     A parameter is assigned to the rank with the fewest bytes so far. All ranks compute the same assignment.
@@ -165,7 +175,7 @@ def _read(
     model: Chunked,
     files: Checkpoint,
 ) -> None:
-    """Fill the ``selected`` parameters of a model from files."""
+    """Fill the ``selected`` parameters of a model from files, a box at a time."""
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
@@ -188,12 +198,13 @@ def _read(
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum of a model's weights in ``dtype``, of one row of each of up to `SAMPLED` tensors.
+    """Return a checksum over one row of each of up to `SAMPLED` tensors of a model, converted to ``dtype``.
 
     It does not depend on the format of the checkpoint or on its division into files.
     """
     files = open_checkpoint(path)
-    names = sorted(files.names() & pretrained(read_hf_config(path)).tensor_shapes().keys())
+    model = pretrained(read_hf_config(path))
+    names = sorted(files.names() & model.tensor_shapes().keys())
 
     # Every n-th tensor in the order of names, which every format has.
     interval = -(-len(names) // SAMPLED)
@@ -204,21 +215,33 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
         # The first row: size 1 in every dimension but the last.
         origin = [0] * len(shape)
         row_size = [1] * (len(shape) - 1) + list(shape[-1:])
-        row = files.read(name, origin, row_size).to(dtype).contiguous()
-        checksum = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), checksum)
+        row = files.read(name, origin, row_size)
+        row = row.to(dtype).contiguous()
+        content = row.view(torch.uint8).numpy().tobytes()
+        checksum = zlib.crc32(content, checksum)
     return f"{checksum:08x}"
 
 
-def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
+def require_finite(
+    values: Tensor,
+    name: str,
+    files: Checkpoint,
+) -> None:
     """Raise UserError if any weight is NaN or infinite."""
     # Minimum and maximum show NaN and infinities in one pass, without a copy: aminmax propagates NaN.
-    if values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax()):
+    if values.numel() == 0:
         return
+    lowest, highest = values.aminmax()
+    if bool(lowest.isfinite()) and bool(highest.isfinite()):
+        return
+
+    nan_count = int(values.isnan().sum())
+    infinite_count = int(values.isinf().sum())
     raise UserError(
         f"the checkpoint's tensor {name} has values that are not numbers",
         where=str(files.path),
         expected="finite weights",
-        got=f"{int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite of {values.numel()}",
+        got=f"{nan_count} NaN and {infinite_count} infinite of {values.numel()}",
         fix="download the checkpoint again, or use one that was saved before training diverged",
     )
 
@@ -228,6 +251,8 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     hf_model = pretrained(model.hf_config)
     expected = hf_model.tensor_shapes()
     stored = files.names()
+
+    # A critic may start from a policy's checkpoint, with a new head.
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
@@ -235,15 +260,21 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     extra = stored - set(expected)
     unexpected = sorted(name for name in extra if not hf_model.is_ignorable(name))
     if absent_names or unexpected:
-        hint = None
+        expected_line = None
+        if absent_names:
+            expected_line = f"missing: {join_names(absent_names, _MAX_NAMES_LISTED)}"
+        got_line = None
+        if unexpected:
+            got_line = f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}"
+        fix = "use a checkpoint saved from this architecture and number of layers"
         if absent_names == [OUTPUT]:
-            hint = "set tie_word_embeddings in config.json if the output layer shares the embedding"
+            fix = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {join_names(absent_names, _MAX_NAMES_LISTED)}" if absent_names else None,
-            got=f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
-            fix=hint or "use a checkpoint saved from this architecture and number of layers",
+            expected=expected_line,
+            got=got_line,
+            fix=fix,
         )
 
     if hf_model.has_separate_head(stored):
@@ -263,7 +294,10 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
 
 def _require_equal_head(files: Checkpoint) -> None:
     """Raise UserError if a stored output layer differs from the embedding that config.json ties it to."""
-    shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
+    shapes = {
+        OUTPUT: files.shape(OUTPUT),
+        EMBEDDING: files.shape(EMBEDDING),
+    }
     equal = shapes[OUTPUT] == shapes[EMBEDDING]
 
     # Compare blocks of rows up to the first difference.
@@ -272,7 +306,9 @@ def _require_equal_head(files: Checkpoint) -> None:
     while equal and first < rows:
         start = (first, 0)
         size = (min(_COMPARED_ROWS, rows - first), width)
-        equal = torch.equal(files.read(OUTPUT, start, size), files.read(EMBEDDING, start, size))
+        head_rows = files.read(OUTPUT, start, size)
+        embedding_rows = files.read(EMBEDDING, start, size)
+        equal = torch.equal(head_rows, embedding_rows)
         first += _COMPARED_ROWS
 
     if not equal:

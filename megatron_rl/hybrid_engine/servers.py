@@ -23,6 +23,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
+from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
 from megatron_rl.metrics import Metrics
@@ -34,6 +35,7 @@ from megatron_rl.rollout.engines.servers import (
     make_servers,
     start_call,
 )
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
@@ -60,7 +62,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
 
-    # Only rank 0 asks, since a server can be claimed only once; it shares the capacity or the error.
+    # Only rank 0 claims servers, since each can be claimed only once; it shares the capacity or the error.
     capacity: int | UserError = 0
     if rank == 0:
         try:
@@ -86,6 +88,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
         sequences,
         rank_in_layout,
         lease.close,
+        StopTexts.of_model(config.model.path),
     )
 
 
@@ -131,8 +134,11 @@ class ServedWeights:
         say: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
+        self.rollout_policy = RolloutPolicy(model, config.hybrid_engine.every)
+        # Target version of the servers' weights.
+        self._served_version = 0
 
-        # What moves, and to whom.
+        # Source of the weights, and the clients of the servers.
         self._model = model
         self._actor = actor
         self._generator = generator
@@ -164,20 +170,26 @@ class ServedWeights:
         self.version += 1
 
     @property
+    def rollout_version(self) -> int:
+        """Return the version that `generation_mode` samples from; ``version`` if every version is synced."""
+        return self.rollout_policy.version_at(self.version)
+
+    @property
     def _weights_name(self) -> str:
-        """Return the name of the newest weights, which no other job uses."""
-        return f"{self._job_name} {self.version}"
+        """Return the name of the served version, which no other job uses."""
+        return f"{self._job_name} {self._served_version}"
 
     @contextmanager
-    def generation_mode(self) -> Iterator[Metrics]:
-        """Sync every reachable server to ``version``, and make the generators use only these servers.
+    def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
+        """Sync every reachable server to ``rollout_version``, and make the generators use only these servers.
 
-        Waits if no server is reachable. Yields the metrics of the sync and the number of servers. Raises
-        UserError if none becomes reachable in time, and at the start of a run if any server's sync fails.
-        Collective over the world.
+        ``newest`` as for `HybridEngine.generation_mode`. Waits if no server is reachable. Yields the
+        metrics of the sync and the number of servers. Raises UserError if none becomes reachable in time,
+        and at the start of a run if any server's sync fails. Collective over the world.
         """
         deadline = time.monotonic() + self._config.wait
         metrics = Metrics()
+        self._served_version = self.version if newest else self.rollout_version
         while True:
             # One rank asks the servers and reads the clock: all ranks must take the same branches.
             states, timed_out = self._from_leader(lambda: (self._states(), time.monotonic() > deadline))
@@ -203,6 +215,9 @@ class ServedWeights:
 
         self._require_servers(unavailable)
         self._started = True
+        if not newest and self._served_version != self.rollout_policy.version:
+            with self._resident():
+                self.rollout_policy.capture(self._served_version)
         available = [server for server in self._servers if server not in unavailable]
         if self._generator is not None:
             self._generator.use(available, self._weights_name)
@@ -223,6 +238,7 @@ class ServedWeights:
                 self._say(f"warning: server {server.url} is away: {unavailable[server]}")
             if len(unavailable) == len(self._servers) > len(self._unavailable):
                 self._say(f"warning: no server is left: waiting for {self._config.wait:g} s for one")
+
         self._unavailable = unavailable
 
     def _require_servers(self, unavailable: dict[Server, str]) -> None:
@@ -257,7 +273,7 @@ class ServedWeights:
         return _ServerState(FOREIGN)
 
     def _update(self, server: Server) -> tuple[Metrics, str | None]:
-        """Sync the newest weights to a server; return the metrics, and the reason if it failed.
+        """Sync a server to the served version; return the metrics, and the reason if it failed.
 
         Requests that are in flight there continue with the new weights. Raises WeightMismatchError.
         Collective over the world.
@@ -265,7 +281,8 @@ class ServedWeights:
         start = time.perf_counter()
         metrics = None
         address, failure = self._from_leader(lambda: self._prepare(server))
-        with self._resident():
+        weights = self.rollout_policy.weights_of(self._served_version, self.version)
+        with self._resident(), weights:
             # Every step is done on all ranks of the actor before any rank starts the next one.
             for action in (
                 partial(self._connect, address=address),
@@ -369,10 +386,10 @@ class ServedWeights:
         seconds = self._config.update_timeout
         call = None
         if self._is_leader:
-            call = start_call(server.receive_weights, self.version, seconds)
+            call = start_call(server.receive_weights, self._served_version, seconds)
         with _wait_for(call):
             transfer = self._links[server].transfer
-            transfer.version = self.version
+            transfer.version = self._served_version
             metrics = transfer.sync()
 
         # The server uses the weights under their name only after both sides have verified them.
@@ -401,6 +418,7 @@ def _wait_for(call: Future[Any] | None) -> Iterator[None]:
         if call is not None:
             call.result()
         raise
+
     if call is not None:
         call.result()
 

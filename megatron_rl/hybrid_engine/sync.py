@@ -27,6 +27,7 @@ from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
+from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
 from megatron_rl.megatron.lora import engine_adapters, policy_weights
 from megatron_rl.megatron.model import Chunked, live_parameters
 from megatron_rl.metrics import Metrics
@@ -107,8 +108,12 @@ class WeightTransfer:
         self,
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return this rank's source and destination storages by name."""
-        source = self._source.parameters() if self._source is not None else {}
-        target = self._target.parameters() if self._target is not None else {}
+        source: Mapping[str, Tensor] = {}
+        if self._source is not None:
+            source = self._source.parameters()
+        target: Mapping[str, Tensor] = {}
+        if self._target is not None:
+            target = self._target.parameters()
         return source, target
 
     def _build_plan(self) -> ReshardPlan:
@@ -126,7 +131,7 @@ class WeightTransfer:
         sources = gather_layout(source_boxes, _dtypes(source), self._group)
         destinations = gather_layout(target_boxes, _dtypes(target), self._group)
 
-        # Hosts are the nodes within which the plan prefers to send.
+        # Ranks on one host are a node: the plan prefers senders on the receiver's node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         hosts = sorted(set(host_of.values()))
         node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
@@ -139,6 +144,7 @@ class WeightTransfer:
         if boxes is not None and not boxes:
             name = f"{type(self._target).__name__} on rank {self._rank}"
         engines = [engine for engine in gather_objects(name, self._group) if engine is not None]
+
         if engines:
             raise UserError(
                 "A generation engine names no weights, so none would ever reach it.",
@@ -166,6 +172,7 @@ class HybridEngine:
         the base weights only once; otherwise adapters are merged into the weights.
     ``adapters``: storage of the engine's adapters, None on ranks without an engine.
     ``sleeps``: whether the engine on this rank releases its memory between uses.
+    ``every``: versions from one sync of the rollout's weights to the next, see `RolloutPolicy`.
     ``apart``: former name of ``separate_adapters``, which users' scripts may still pass.
     """
 
@@ -181,6 +188,7 @@ class HybridEngine:
         separate_adapters: bool = False,
         adapters: Storage | None = None,
         sleeps: bool = True,
+        every: int = HybridEngineConfig.every,
         apart: bool = False,
     ) -> None:
         separate_adapters = separate_adapters or apart
@@ -188,6 +196,7 @@ class HybridEngine:
             raise unknown_choice("hybrid_engine.verify", verify, VERIFY)
 
         self.version = 0
+        self.rollout_policy = RolloutPolicy(model, every)
         self._model = model
         self._engine = engine
         self._group = group
@@ -215,6 +224,11 @@ class HybridEngine:
         """Return the plan of the weights, built once. The first access is collective over the group."""
         return self._transfers[0].plan
 
+    @property
+    def rollout_version(self) -> int:
+        """Return the version that `generation_mode` samples from; ``version`` if every version is synced."""
+        return self.rollout_policy.version_at(self.version)
+
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
 
@@ -223,31 +237,35 @@ class HybridEngine:
         self.version += 1
         self._base_synced = self._base_synced and not base
 
-    def sync(self) -> Metrics:
-        """Move the weights, verify them and activate them in the engine as ``version``; return the timings.
+    def sync(self, version: int | None = None) -> Metrics:
+        """Move the weights, verify them and activate them in the engine; return the timings.
 
-        Raises WeightMismatchError on all ranks if a checksum differs. Collective over the group.
+        ``version``: version of the model's current weights, None for ``self.version``. Raises
+        WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
+        if version is None:
+            version = self.version
+
         # All plans are built and compiled before any weight moves.
         start = time.perf_counter()
         transfers = self._pending_transfers()
         executions = [transfer.compile() for transfer in transfers]
         for execution in executions:
-            execution.run(self._verify, self.version)
+            execution.run(self._verify, version)
         device.synchronize()
         transfer_end = time.perf_counter()
 
         # Verification reads what was written, after the copies of every rank.
         for execution in executions:
-            execution.verify(self._verify, self.version)
+            execution.verify(self._verify, version)
         verify_end = time.perf_counter()
 
         # Only verified weights are activated.
         if self._engine is not None:
-            self._engine.finish_update(self.version)
-        self._check_engine_versions()
+            self._engine.finish_update(version)
+        self._check_engine_versions(version)
         self._base_synced = True
-        self._synced_version = self.version
+        self._synced_version = version
 
         # The tensors of merged or exported adapters were created for this sync alone.
         if getattr(self._model, "adapters", None) is not None:
@@ -255,7 +273,7 @@ class HybridEngine:
                 transfer.release()
 
         plans = [transfer.plan for transfer in transfers]
-        # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
+        # Report the bytes of the busiest rank, which need not be among the ranks that gather metrics.
         timings = {
             "time/reshard": transfer_end - start,
             "time/reshard_verify": verify_end - transfer_end,
@@ -286,18 +304,24 @@ class HybridEngine:
         return sum(transfer.compile().verify("full", 0) for transfer in self._transfers)
 
     @contextmanager
-    def generation_mode(self) -> Iterator[Metrics]:
+    def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
         """Wake the engine and sync its weights if stale; at the end put it to sleep if it ``sleeps``.
 
-        Yields the metrics of the sync, empty ones without a sync. Collective over the group.
+        Syncs the weights of ``rollout_version``, or the ``newest`` ones, for an evaluation. Yields the
+        metrics of the sync, empty without a sync. Collective over the group.
         """
         # The sync writes into the engine's storage, which exists only while it is awake.
         if self._engine is not None:
             self._engine.wake()
+        version = self.version if newest else self.rollout_version
         metrics = Metrics()
-        if self._is_stale():
-            with self._resident():
-                metrics = self.sync()
+        if self._is_stale(version):
+            with self._resident(), self.rollout_policy.weights_of(version, self.version):
+                metrics = self.sync(version)
+        if not newest and version != self.rollout_policy.version:
+            # With a sync at every version there is no copy, so the weights need not move again.
+            with self._resident() if self.rollout_policy.every != 1 else nullcontext():
+                self.rollout_policy.capture(version)
 
         try:
             yield metrics
@@ -306,21 +330,21 @@ class HybridEngine:
             if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 
-    def _is_stale(self) -> bool:
-        """Return whether any engine needs a sync. Collective over the group."""
+    def _is_stale(self, version: int) -> bool:
+        """Return whether any engine needs a sync to have ``version``. Collective over the group."""
         discarded = self._engine is not None and self._engine.needs_weights
-        return self._is_true_on_any_rank(discarded or self._synced_version != self.version)
+        return self._is_true_on_any_rank(discarded or self._synced_version != version)
 
     def _is_true_on_any_rank(self, condition: bool) -> bool:
         """Return whether a condition is true on any rank. Collective over the group."""
         return bool(sum_over_ranks(torch.tensor([int(condition)]), self._group).item())
 
-    def _check_engine_versions(self) -> None:
+    def _check_engine_versions(self, version: int) -> None:
         """Raise RuntimeError on all ranks if an engine lacks the new version. Collective over the group."""
-        outdated = self._engine is not None and self._engine.weights_version != self.version
+        outdated = self._engine is not None and self._engine.weights_version != version
         count = sum_over_ranks(torch.tensor([int(outdated)]), self._group).item()
         if count:
-            raise RuntimeError(f"{count} engines did not take version {self.version} of the weights into use")
+            raise RuntimeError(f"{count} engines do not use version {version} of the weights")
 
 
 def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
@@ -341,7 +365,7 @@ def _adapter_source(model: Any) -> WeightSource | None:
 
 
 def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
-    """Return the maximum over ranks of the sum of counts by rank."""
+    """Add up counts by rank; return the sum of the busiest rank."""
     total = sum((Counter(count) for count in counts), Counter[int]())
     return float(max(total.values(), default=0))
 

@@ -38,12 +38,14 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     layout = ParallelLayout(tuple(range(dist.get_world_size())), **layout_of(wrapped))
     groups = ParallelGroups(layout)
     _check_groups(groups)
+
     for chunk in wrapped:
         _check_gradients(chunk)
         # Megatron's checks belong to its own loop; `Optimizer.step` refuses a norm that is not finite.
         chunk.ddp_config.check_for_nan_in_grad = False
         chunk.ddp_config.check_for_large_grads = False
 
+    # The spec of a model that is built here from the same config.json: the script's must equal it.
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
     for stage, chunk in enumerate(chunks):
@@ -51,32 +53,47 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
         post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
+        # The seed is that of a new scalar head, which a script's language model does not have.
         finish_chunk(chunk, spec, seed=1)
 
     if layout.virtual_pipeline > 1:
-        # See `role_settings`.
+        # Interleaved schedules release an activation before its send is complete, see `role_settings`.
         config.deallocate_pipeline_outputs = False
+
+    # The script's own config from here on: Megatron's layers and wrappers hold references to it.
     spec = replace(spec, transformer_config=config)
     if wrapped[0].ddp_config.overlap_grad_reduce:
-        no_sync_functions = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync_functions if len(wrapped) > 1 else no_sync_functions[0]
+        # Megatron's schedules take a list for interleaved chunks, a function for a single one.
+        no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync_functions[0]
+        if len(wrapped) > 1:
+            config.no_sync_func = no_sync_functions
     return ParallelModel(chunks, list(wrapped), groups, spec, fused)
 
 
-def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
+def require_set_up(
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+) -> None:
     """Raise UserErrors unless these are the results of Megatron-LM's setup_model_and_optimizer."""
     errors: list[UserError] = []
 
-    chunks = model if isinstance(model, Sequence) else [model]
+    # Megatron-LM returns a list of chunks, also of a model with one chunk.
+    chunks: Sequence[Any] = [model]
+    if isinstance(model, Sequence):
+        chunks = model
     are_wrapped = all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
     if not isinstance(model, Sequence) or not chunks or not are_wrapped:
         got = ", ".join(type(chunk).__name__ for chunk in chunks)
         if not isinstance(model, Sequence):
             got += " outside of a list"
         errors.append(_wrong_type("model", "a list of chunks, each in Megatron-Core's DDP", got))
+
     if not isinstance(optimizer, MegatronOptimizer):
         got = type(optimizer).__name__
-        errors.append(_wrong_type("optimizer", "what get_megatron_optimizer made", got))
+        errors.append(_wrong_type("optimizer", "an optimizer that get_megatron_optimizer returned", got))
+
     if not hasattr(scheduler, "step"):
         got = type(scheduler).__name__
         errors.append(_wrong_type("scheduler", "an OptimizerParamScheduler", got))
@@ -85,8 +102,12 @@ def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
         raise UserErrors(errors)
 
 
-def _wrong_type(name: str, expected: str, got: str) -> UserError:
-    """Return the error of a training script's object that is not of Megatron's type."""
+def _wrong_type(
+    name: str,
+    expected: str,
+    got: str,
+) -> UserError:
+    """Return the error for an object of the training script that is not of Megatron's type."""
     return UserError(
         f"the training script's {name} is not one of Megatron's",
         where=name,
@@ -111,7 +132,7 @@ def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
 
 
 def _unwrapped_chunk(chunk: Any) -> Any:
-    """Return the GPTModel inside Megatron's wrappers; its outputs keep their dtype from now on."""
+    """Return the GPTModel inside Megatron's wrappers, and stop Float16Module from converting its outputs."""
     while not hasattr(chunk, "decoder"):
         inner: Any = chunk.module
         if isinstance(chunk, Float16Module):
@@ -126,6 +147,7 @@ def _check_groups(groups: ParallelGroups) -> None:
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
         role_group = getattr(groups, attribute)
+        # "all" stands for groups of optimizer instances, which the trainer does not read.
         if attribute == "all" or global_group is None or role_group is None:
             continue
 
@@ -135,7 +157,7 @@ def _check_groups(groups: ParallelGroups) -> None:
             raise UserError(
                 f"the training script's {attribute} group has other ranks",
                 where=SCRIPT,
-                expected=f"{expected}: ranks in Megatron's default order, in all of the world",
+                expected=f"{expected}: ranks in Megatron's default order, over the complete world",
                 got=str(ranks),
                 fix="initialize Megatron with its default order, tp-cp-ep-dp-pp",
             )
@@ -150,6 +172,6 @@ def _check_gradients(chunk: Any) -> None:
             "the training script's gradients are averages",
             where=SCRIPT,
             expected="sums over micro-batches and data-parallel ranks, since losses have global denominators",
-            got=f"gradients that are multiplied by {', '.join(map(str, sorted(factors)))}",
+            got=f"gradients multiplied by {', '.join(map(str, sorted(factors)))}",
             fix="start the script with --calculate-per-token-loss",
         )

@@ -1,7 +1,7 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) on packed rows.
 
 Megatron-Core's layer has the parameters and their checkpoint names. Its forward pass refuses packed rows
-(0.16.1) or takes them with flash-linear-attention alone, and its constructor raises without that package.
+(0.16.1) or takes them only with flash-linear-attention, and its constructor raises without that package.
 
 A delta net is causal, so a row can be padded at its end. Rows are therefore gathered by length into the
 buckets of `PackedRows`, as `PackedAttention` does: neither the convolution nor the state crosses rows.
@@ -32,13 +32,16 @@ from megatron_rl.megatron.layers import RmsNorm
 from megatron_rl.megatron.packing import PackedRows
 
 CHUNK = 64
-"""Tokens of a chunk: inside one the rule is matrix products, between chunks it is a loop."""
+"""Tokens of a chunk: within a chunk the rule is computed by matrix products, over chunks by a loop."""
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys before its root, as in the models' published code."""
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """Gated delta net inside each row of a packed sequence.
+    """Gated delta net within each row of a packed sequence.
 
-    On an accelerator with flash-linear-attention its kernel computes the rule, otherwise PyTorch does.
+    On an accelerator the kernel of flash-linear-attention computes the rule, if the package is installed;
+    otherwise `chunked_delta_rule` does.
     """
 
     # The sizes are optional in a configuration, but not in one with delta nets.
@@ -47,16 +50,22 @@ class PackedDeltaNet(GatedDeltaNet):
     num_key_heads: int
     num_value_heads: int
 
-    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: Any,
+        **kwargs: Any,
+    ) -> None:
         with _without_flash_linear_attention():
             super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         self.out_norm = _HeadNorm(config, self.value_head_dim, pg_collection.tp)
 
     def _setup_variant_attrs(self) -> None:
-        """Set the rule too, which the constructor of 0.19.2 requires and `forward` does not read."""
+        """Set ``gated_delta_rule``, which the constructor of 0.19.2 requires and `forward` does not read."""
         parent: Any = super()
         parent._setup_variant_attrs()
-        # Its arguments are those of the forward pass here.
+        # Megatron's declared type is a kernel of flash-linear-attention with other arguments.
         self.gated_delta_rule = chunked_delta_rule  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(
@@ -73,16 +82,20 @@ class PackedDeltaNet(GatedDeltaNet):
         """
         assert packed_seq_params is not None, "packed rows are the only input format"
         packed = packed_seq_params
-        projected = self.in_proj(hidden_states)[0].flatten(0, 1)
+        projected, _ = self.in_proj(hidden_states)
+        projected = projected.flatten(0, 1)
 
         # This rank's heads: the queries, keys and values, the gate of the output, two numbers per value head.
-        values = self.num_value_heads // self.tp_size
+        value_heads = self.num_value_heads // self.tp_size
         mixed_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
-        sections = (mixed_width, self.v_dim // self.tp_size, 2 * values)
-        mixed, gate, rates = projected.split(sections, dim=-1)
+        gate_width = self.v_dim // self.tp_size
+        mixed, gate, rates = projected.split((mixed_width, gate_width, 2 * value_heads), dim=-1)
 
-        filled = zip(packed.fill(mixed), packed.fill(rates), strict=True)
-        output = packed.join([self._bucket(*bucket).flatten(0, 1) for bucket in filled])
+        # Rows of similar length together; the gate is per token and needs no rows.
+        outputs = []
+        for mixed_bucket, rates_bucket in zip(packed.fill(mixed), packed.fill(rates), strict=True):
+            outputs.append(self._bucket(mixed_bucket, rates_bucket).flatten(0, 1))
+        output = packed.join(outputs)
 
         # The norm of each head comes before its gate.
         gate = gate.view_as(output)
@@ -90,29 +103,29 @@ class PackedDeltaNet(GatedDeltaNet):
         return self.out_proj(gated.to(hidden_states.dtype).flatten(1).unsqueeze(1))
 
     def _bucket(self, mixed: Tensor, rates: Tensor) -> Tensor:
-        """Return a bucket's output [rows, longest, value heads, size].
+        """Compute a bucket's output [rows, longest, value heads, size].
 
         ``mixed`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
         [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
+        # A causal convolution over tokens: its padding makes the output longer than the row.
         length = mixed.shape[1]
         convolved = self.conv1d(mixed.transpose(1, 2))[..., :length]
         mixed = functional.silu(convolved).transpose(1, 2)
+
         key_width = self.qk_dim // self.tp_size
-        widths = (key_width, key_width, self.v_dim // self.tp_size)
-        query, key, value = (
-            heads.unflatten(-1, (-1, size))
-            for heads, size in zip(
-                mixed.split(widths, dim=-1),
-                (self.key_head_dim, self.key_head_dim, self.value_head_dim),
-                strict=True,
-            )
-        )
+        value_width = self.v_dim // self.tp_size
+        query, key, value = mixed.split((key_width, key_width, value_width), dim=-1)
+        query = query.unflatten(-1, (-1, self.key_head_dim))
+        key = key.unflatten(-1, (-1, self.key_head_dim))
+        value = value.unflatten(-1, (-1, self.value_head_dim))
 
         # Several value heads share a query and key head.
         repeats = self.num_value_heads // self.num_key_heads
         query = _normalise(query).repeat_interleave(repeats, dim=2)
         key = _normalise(key).repeat_interleave(repeats, dim=2)
+
+        # log_decay = -exp(A) softplus(decay + bias) < 0, as in Mamba 2; in float32 because of exp.
         rate, decay = rates.float().chunk(2, dim=-1)
         log_decay = -self.A_log.float().exp() * functional.softplus(decay + self.dt_bias.float())
 
@@ -135,15 +148,20 @@ class PackedDeltaNet(GatedDeltaNet):
 class _HeadNorm(RmsNorm):
     """Norm of one head's output, with one weight for the heads of all tensor-parallel ranks.
 
-    Its weight is not counted from zero, as those of the model's other norms are.
+    The model's other norms store their weight minus 1, this one stores the weight itself.
     """
 
-    def __init__(self, config: TransformerConfig, size: int, group: Any) -> None:
-        plain = copy(config)
-        plain.layernorm_zero_centered_gamma = False
+    def __init__(
+        self,
+        config: TransformerConfig,
+        size: int,
+        group: Any,
+    ) -> None:
+        norm_config = copy(config)
+        norm_config.layernorm_zero_centered_gamma = False
         # Ranks differ by heads, not by tokens: `forward` sums gradients, which Megatron must not do again.
-        plain.sequence_parallel = False
-        super().__init__(plain, size, config.layernorm_epsilon)
+        norm_config.sequence_parallel = False
+        super().__init__(norm_config, size, config.layernorm_epsilon)
         self.group = group
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -175,34 +193,40 @@ def chunked_delta_rule(
     Returns the output [rows, length, heads, value size] in the dtype of ``value``.
     """
     rows, length, heads, key_size = key.shape
+    value_size = value.shape[-1]
     chunk = min(CHUNK, length)
     count = -(-length // chunk)
+
+    # [rows, heads, chunks, tokens of a chunk, size], and without size for rate and decay.
     chunked = partial(_in_chunks, count=count, chunk=chunk)
     query = chunked(query) * key_size**-0.5
     key = chunked(key)
-    new_values = chunked(value)
+    chunked_value = chunked(value)
     rate = chunked(rate)
-    # Decay from the start of the chunk to each token.
+    # Logarithm of the decay from the start of the chunk to each token.
     total = chunked(log_decay).cumsum(dim=-1)
 
     # Decay between the tokens of a chunk. Later tokens are masked before exp, which would overflow for them.
-    before = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~before, -torch.inf).exp()
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
+    log_differences = total[..., :, None] - total[..., None, :]
+    decay = log_differences.masked_fill(~causal, -torch.inf).exp()
 
     # Every token's update depends on those of the earlier tokens of its chunk: solve for all of them at once,
     # up to the part that depends on the state at the start of the chunk.
     system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
     start_decay = total.exp()[..., None]
-    known = torch.cat((new_values, start_decay * key), dim=-1) * rate[..., None]
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    updates, corrections = solved.split((new_values.shape[-1], key_size), dim=-1)
+    right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
+    solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    updates, corrections = solution.split((value_size, key_size), dim=-1)
 
+    # Factors of each chunk's output and of its contribution to the state at its end.
     scores = decay * (query @ key.transpose(-1, -2))
     start_query = start_decay * query
     end_key = (total[..., -1:] - total).exp()[..., None] * key
     chunk_decay = total[..., -1].exp()[..., None, None]
 
-    state = new_values.new_zeros(rows, heads, key_size, new_values.shape[-1])
+    # Only the state passes from one chunk to the next.
+    state = chunked_value.new_zeros(rows, heads, key_size, value_size)
     outputs = []
     for index in range(count):
         update = updates[:, :, index] - corrections[:, :, index] @ state
@@ -213,17 +237,23 @@ def chunked_delta_rule(
     return output.transpose(1, 2).to(value.dtype)
 
 
-def _in_chunks(values: Tensor, count: int, chunk: int) -> Tensor:
+def _in_chunks(
+    values: Tensor,
+    count: int,
+    chunk: int,
+) -> Tensor:
     """Return values [rows, length, heads, ...] as float32 [rows, heads, count, chunk, ...], zero-padded."""
     padding = count * chunk - values.shape[1]
+    # `pad` takes (before, after) of the last dimension first; only the tokens, dimension 1, are padded.
     padded = functional.pad(values.float(), (0, 0) * (values.dim() - 2) + (0, padding))
     return padded.transpose(1, 2).unflatten(2, (count, chunk))
 
 
 def _normalise(heads: Tensor) -> Tensor:
-    """Return heads [..., size] of length 1, in float32."""
+    """Scale heads [..., size] to length 1, in float32."""
     heads = heads.float()
-    return heads * (heads.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+    squared_length = heads.square().sum(dim=-1, keepdim=True)
+    return heads * (squared_length + NORM_EPSILON).rsqrt()
 
 
 @contextmanager
@@ -239,10 +269,16 @@ def _without_flash_linear_attention() -> Iterator[None]:
         setattr(module, "HAVE_FLA", available)
 
 
-def place_delta_nets(layers: list[Any], config: TransformerConfig, first: int, fused: bool) -> None:
-    """Replace attention by gated delta nets in the specs of consecutive layers that the model has them in.
+def place_delta_nets(
+    layers: list[Any],
+    config: TransformerConfig,
+    first: int,
+    fused: bool,
+) -> None:
+    """Replace attention by gated delta nets, in the model's linear-attention layers among ``layers``.
 
-    ``first`` is the number of layers before them, ``fused`` if they are Transformer Engine's.
+    ``layers`` are the specs of consecutive layers, after the model's ``first`` ones. ``fused`` if they are
+    Transformer Engine's.
     """
     in_proj: Any = ColumnParallelLinear
     out_proj: Any = RowParallelLinear
@@ -258,5 +294,5 @@ def place_delta_nets(layers: list[Any], config: TransformerConfig, first: int, f
     pattern: Any = config.linear_attention_freq
     for index, layer in enumerate(layers):
         if pattern[first + index]:
-            # Layers may share one spec.
+            # A new spec: layers may share one object.
             layers[index] = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))

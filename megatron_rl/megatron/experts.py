@@ -2,7 +2,7 @@
 
 One `Routing` per model observes its routers: a forward-only pass records the experts of each token, a
 training pass replays them, so that the policy that is trained routes as the policy that sampled. It also adds
-the routers' own losses, whose denominators are the whole mini-batch's, as those of every loss here.
+the routers' own losses, with the denominators of the whole mini-batch, as every loss of this package has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -27,11 +28,11 @@ from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
 _megatron_exchanges: dict[str, Any] = {}
-"""Megatron's own gather and reduce-scatter along the first dimension, which take equal parts on the host."""
+"""Megatron's own gather and reduce-scatter along the first dimension, for parts of equal size."""
 
 
 def prepare_experts() -> None:
-    """Define the names that Megatron-Core's router and dispatcher lack on this machine. Idempotent."""
+    """Replace the functions of Megatron-Core's router and dispatcher that fail here. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
         # Megatron defines the name only where Transformer Engine has it; the router compares it with None.
@@ -50,6 +51,23 @@ def prepare_experts() -> None:
         _megatron_exchanges["scatter"] = regions._reduce_scatter_along_first_dim
         regions._gather_along_first_dim = _gather_uneven
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
+
+
+def prepare_biased_experts(chunk: Any) -> None:
+    """Make the experts of a GPTModel chunk add their biases, in plain layers of any layout.
+
+    Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
+    collective over one rank. It also marks the bias as one whose gradient is summed over tensor-parallel
+    ranks, though the sum over copies of the expert contains that.
+    """
+    for module in chunk.modules():
+        if not isinstance(module, SequentialMLP):
+            continue
+        for expert in module.local_experts:
+            linear: Any = expert.linear_fc2
+            # An expert is on one rank: without this the layer would sum over a group of one.
+            linear.explicit_expert_comm = True
+            linear.bias.sequence_parallel = False
 
 
 def _gather_uneven(
@@ -81,12 +99,17 @@ def _reduce_scatter_uneven(
     if input_split_sizes is None or group.size() == 1:
         return _megatron_exchanges["scatter"](value, group, input_split_sizes, use_global_buffer)
 
+    # The host's backend, gloo, has no reduce-scatter: sum everything, keep this rank's part.
     total = value.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
-def host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def host_counts(
+    tensor: Any,
+    as_numpy: bool = False,
+    record_stream: bool = False,
+) -> Any:
     """Convert a host tensor as the dispatcher expects: Megatron's function converts device tensors only."""
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
@@ -112,19 +135,23 @@ class TokenRows:
 
 
 class RoutedTokens:
-    """Expert routing of one micro-batch's T tokens on this rank.
+    """Expert routing of one micro-batch's T tokens on this rank."""
 
-    ``replayed`` [T, layers, k] are the experts that routers must select, -1 where the router decides; None if
-    it decides for all tokens. The first ``real`` of the T tokens are not padding. ``rows`` are those of the
-    tokens where routers have losses, else None. ``choices`` maps a layer to the experts [T, k] that its
-    router selected.
-    """
-
-    def __init__(self, replayed: Tensor | None, real: int, rows: TokenRows | None = None) -> None:
+    def __init__(
+        self,
+        replayed: Tensor | None,
+        real: int,
+        rows: TokenRows | None = None,
+    ) -> None:
         self.replayed = replayed
+        """[T, layers, k] experts that routers must select, -1 where the router decides; None if it decides
+        for all tokens."""
         self.real = real
+        """Number of tokens that are not padding, which are the first ones."""
         self.rows = rows
+        """Rows of the tokens, for routers with losses; None for other routers."""
         self.choices: dict[int, Tensor] = {}
+        """Experts [T, k] that the router of each layer selected, by layer."""
 
 
 LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
@@ -142,6 +169,7 @@ class _RouterReplay:
     def __init__(self, layer: int, routing: Routing) -> None:
         self.layer = layer
         self.pending_recompute: deque[RoutedTokens] = deque()
+        """Micro-batches whose layer the backward pass will recompute, in that order."""
         self.tokens: RoutedTokens | None = None
         """Micro-batch of the last top-k, also in a recomputation."""
         self._routing = routing
@@ -155,7 +183,12 @@ class _RouterReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and ids of the experts, both [T, k]; gradients flow through the scores."""
-        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, experts = default_compute_topk(
+            scores,
+            topk,
+            num_groups=num_groups,
+            group_topk=group_topk,
+        )
         tokens = self._routing.tokens
         trains = self._routing.trains
 
@@ -179,12 +212,11 @@ class _RouterReplay:
 
 
 class Routing:
-    """Routers of one model on this rank: records the experts of tokens, replays them, and counts loads.
+    """Routers of one model on this rank: recorder and replay of the experts of tokens, and counter of loads.
 
-    Of fused routers, which choose inside their kernel, loads alone are counted.
-
-    ``chunks`` are the model's; ``layers`` and ``experts`` are the numbers in the whole model.
-    ``token_groups`` are the process groups that hold the tokens of a row in parts.
+    Fused routers choose inside their kernel: only their loads are counted. ``layers``, ``experts`` and
+    ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a row
+    are sharded.
     """
 
     def __init__(
@@ -225,7 +257,7 @@ class Routing:
         target = device.device()
         self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target)
         self._agreement = torch.zeros(2, dtype=torch.long, device=target)
-        # Of each loss: its sum, and the number of its terms.
+        # For each loss the sum and the number of its terms.
         self._losses = {name: torch.zeros(2, dtype=torch.double, device=target) for name in LOSS_METRICS}
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
@@ -242,7 +274,13 @@ class Routing:
             router._apply_seq_aux_loss = partial(self._add_balance_loss, replay, balance_coefficient)
         self.has_losses = self.has_losses or bool(z_coefficient or balance_coefficient)
 
-    def _add_z_loss(self, replay: _RouterReplay, coefficient: float, logits: Tensor, **_: Any) -> Tensor:
+    def _add_z_loss(
+        self,
+        replay: _RouterReplay,
+        coefficient: float,
+        logits: Tensor,
+        **_: Any,
+    ) -> Tensor:
         """Attach the z-loss of the ``logits`` [T, experts] to them (Zoph et al. 2022, arXiv 2202.08906).
 
         It is the mean over the mini-batch's tokens of logsumexp(logits)^2.
@@ -297,7 +335,13 @@ class Routing:
         loss = terms * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
 
-    def _count_loss(self, name: str, total: Tensor, count: Tensor | int) -> None:
+    def _count_loss(
+        self,
+        name: str,
+        total: Tensor,
+        count: Tensor | int,
+    ) -> None:
+        """Add to the sum and the number of terms of a loss, on the device."""
         self._losses[name][0] += total.detach()
         self._losses[name][1] += count
 
@@ -316,7 +360,10 @@ class Routing:
         tokens: RoutedTokens,
         experts: Tensor,
     ) -> None:
-        """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones."""
+        """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
+
+        The load counts the experts that compute: with replay the replayed ones.
+        """
         experts = experts[: tokens.real]
         routed = experts
         if tokens.replayed is not None:

@@ -1,8 +1,8 @@
-"""Layers that Megatron lacks, or that it has with Transformer Engine alone.
+"""Layers that Megatron lacks, or that it has only with Transformer Engine.
 
 - Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
   refuses sequence parallelism and its local attention packed rows.
-- Gemma's post-norms, scaled embeddings, local rotary angles and score caps.
+- Gemma's scaled embeddings, local rotary angles and score caps.
 - Multi-latent attention (DeepSeek-AI 2024) on packed rows.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import sys
 import warnings
@@ -29,12 +30,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
@@ -65,24 +68,28 @@ def warn_of_unfused_attention() -> None:
     of 660 tokens reached 11 % of the GPU's peak: unfused attention was one cause, and stored all scores.
     """
     global _unfused
+
+    # Transformer Engine's own cache of its last choice; the module is imported if it has computed anything.
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
     if _unfused or not backends.get("use_unfused_attention"):
         return
+
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        f"scores of whole rows in memory. What it says of the others: {_refusals(backends)}. Fix: install "
-        "flash-attn, or a cuDNN that it takes",
+        f"scores of whole rows in memory. Its reasons against fused kernels: {_refusals(backends)}. Fix: "
+        "install flash-attn, or a cuDNN that it supports",
         stacklevel=2,
     )
 
 
 def decided_attention() -> dict[str, str]:
-    """Return the ``attention_backend`` that another model of this process has, empty if none has.
+    """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
     Megatron writes its choice into environment variables of Transformer Engine, and refuses another one. A
-    training script's own model has ``auto``, unless the script says otherwise.
+    training script's own model has ``auto`` by default.
     """
+    # `auto` is the only choice that sets all three.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
         return {"attention_backend": "auto"}
     return {}
@@ -96,6 +103,7 @@ def _unfused_attention_refused() -> Iterator[None]:
     except ValueError as error:
         if "No dot product attention backend" not in str(error):
             raise
+
         backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
         raise UserError(
             "Transformer Engine has no fused attention kernel for these rows",
@@ -110,8 +118,9 @@ def _unfused_attention_refused() -> Iterator[None]:
 def _refusals(backends: Mapping[str, Any]) -> str:
     """Make Transformer Engine select its attention kernel again; return the reasons that it logs.
 
-    They are logged at a level that is off by default.
+    They are logged at DEBUG, which is off by default. Nothing is raised: this explains another problem.
     """
+    # Capture the log, and keep it from the handlers of the application.
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -121,17 +130,17 @@ def _refusals(backends: Mapping[str, Any]) -> str:
     log.propagate = False
 
     try:
-        choice = importlib.import_module(f"{_ATTENTION}.utils")
-        settings = choice.AttentionLogging
+        selection = importlib.import_module(f"{_ATTENTION}.utils")
+        settings = selection.AttentionLogging
         log.addHandler(handler)
         setting_before = settings._log_level
         settings._log_level = logging.DEBUG
         try:
-            choice.get_attention_backend(backends["attention_params"])
+            selection.get_attention_backend(backends["attention_params"])
         finally:
             settings._log_level = setting_before
-    except Exception as error:  # a warning ends no run
-        messages.append(f"not to be learned ({type(error).__name__}: {error})")
+    except Exception as error:  # private functions of Transformer Engine: any version may change them
+        messages.append(f"unavailable ({type(error).__name__}: {error})")
     finally:
         log.removeHandler(handler)
         log.setLevel(level_before)
@@ -150,19 +159,35 @@ _unfused = False
 class RmsNorm(nn.Module):
     """Normalise by the root mean square (Zhang & Sennrich 2019), in float32, in any parallel layout."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        fill = torch.zeros if self.offset else torch.ones
-        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=device.device()))
-        # Marked so that gradients of sequence-parallel shards are summed.
+
+        # A zero-centered weight is stored as its difference from 1.
+        self.offset = float(config.layernorm_zero_centered_gamma)
+        initial_weight = torch.full(
+            (hidden_size,),
+            1.0 - self.offset,
+            dtype=config.params_dtype,
+            device=device.device(),
+        )
+        self.weight = nn.Parameter(initial_weight)
+        # Marked so that finalize_model_grads sums the gradients of sequence-parallel shards.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalised ``hidden``, in its dtype."""
         if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
             return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+        # Round in the order of the models' own code: Gemma multiplies by the weight in float32,
+        # Llama after rounding to the dtype.
         normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
         if self.offset:
             return (normalised * (self.weight.float() + self.offset)).to(hidden.dtype)
@@ -194,6 +219,8 @@ class PackedRotaryEmbedding(nn.Module):
         """Return the angles [T, 1, 1, rotary size]."""
         assert self._positions is not None
         angles = torch.outer(self._positions.to(self.inv_freq.dtype), self.inv_freq)
+
+        # Megatron rotates pairs (i, i + size / 2) by one angle, which it reads at both.
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -202,7 +229,7 @@ class RowAttention:
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether it attends between row boundaries, and needs no rows gathered by length."""
+        """Return whether attention needs only the boundaries of rows, not rows gathered by length."""
         return True
 
 
@@ -230,6 +257,8 @@ class PackedAttention(nn.Module, RowAttention):
         super().__init__()
         self.scale = softmax_scale
         self.half_precision = config.params_dtype in (torch.bfloat16, torch.float16)
+
+        # Latent attention has keys with a rotary part, which are wider than values.
         sizes: Any = config
         self.head_sizes: tuple[int, int] = (sizes.kv_channels, sizes.kv_channels)
         if config.multi_latent_attention:
@@ -237,6 +266,17 @@ class PackedAttention(nn.Module, RowAttention):
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
+        self.tensor = pg_collection.tp
+        self.softmax_offset: nn.Parameter | None = None
+        """[heads of this tensor-parallel rank], the logits of attention sinks, under Megatron's name."""
+        if config.softmax_type == "learnable":
+            heads = divide(config.num_attention_heads, self.tensor.size())
+            offset = torch.empty(heads, dtype=config.params_dtype, device=device.device())
+            self.softmax_offset = nn.Parameter(offset)
+            assert config.init_method is not None
+            config.init_method(self.softmax_offset)
+            # Marked so that the gradient norm counts the heads of every rank.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
         # A frequency is a flag per layer, or N for full attention in every N-th layer.
         self.window = None
@@ -246,18 +286,28 @@ class PackedAttention(nn.Module, RowAttention):
                 has_window = frequency[layer_number - 1]
             else:
                 has_window = layer_number % (frequency or 1e9)
-            self.window = config.window_size[0] if has_window else None
+            if has_window:
+                self.window = config.window_size[0]
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether PyTorch's kernel for rows of any length takes these heads on this device."""
+        """Return whether PyTorch's variable-length kernel supports these heads on this device."""
+        # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
-        return device.on_accelerator() and self.half_precision and self.cap is None and has_kernel
+        plain = self.cap is None and self.softmax_offset is None
+        return device.on_accelerator() and self.half_precision and plain and has_kernel
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: PackedRows | None = None,
+    ) -> Tensor:
         """Return [T, 1, heads * size] for query [T, 1, heads, size] or [T, heads, size], and grouped keys.
 
         Collective over the context-parallel group.
@@ -265,9 +315,10 @@ class PackedAttention(nn.Module, RowAttention):
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
 
-        # Context-parallel ranks take equal numbers of key-value heads: repeat those that do not divide.
+        # Context-parallel ranks take equal numbers of key-value heads: repeat heads that do not divide
+        # evenly.
         if key.shape[1] % self.context.size():
-            key, value = _ungrouped(query, key, value)
+            key, value = _repeat_grouped_heads(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
         if self.takes_boundaries and packed_seq_params.boundaries is not None:
@@ -286,43 +337,104 @@ class PackedAttention(nn.Module, RowAttention):
         packed_seq_params: PackedRows,
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
-        filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
-        return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
+        buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
+        attend = self._bucket
+        if self.softmax_offset is not None:
+            attend = self._bucket_with_sinks
+        return packed_seq_params.join([attend(*bucket) for bucket in buckets])
+
+    def _bucket_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
+
+        A sink is a key before the first token, with values of zero: its score is the head's logit for every
+        query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
+        of tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
+        """
+        assert self.softmax_offset is not None
+        scale = self.scale
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
+
+        # Under context parallelism this rank has a shard of the heads.
+        sinks = self.softmax_offset.chunk(self.context.size())[self.context.rank()].to(query.dtype)
+        logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
+        query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
+        sink = key.new_zeros(key.shape[-1] + 1)
+        sink[-1] = 1 / scale
+        sink_keys = sink.expand(key.shape[0], 1, key.shape[2], -1)
+        key = torch.cat((sink_keys, functional.pad(key, (0, 1))), dim=1)
+        # Kernels that store no scores need values of the keys' size.
+        value = functional.pad(value, (0, 1, 0, 0, 1, 0))
+
+        # The first query is the sink's own.
+        length = query.shape[1]
+        output = self._bucket(query, key, value, scale, sinks=1)
+        return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: Any = None,
+    ) -> dict[str, Any]:
+        """Return Megatron's sharded state: the logits of sinks, by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def _bucket(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scale: float | None = None,
+        sinks: int = 0,
     ) -> Tensor:
-        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
+        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
+
+        ``scale`` replaces the layer's own. Every window contains the first ``sinks`` positions.
+        """
+        if scale is None:
+            scale = self.scale
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
-            key, value = _ungrouped(query, key, value)
+            key, value = _repeat_grouped_heads(query, key, value)
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
 
         # Without a window the kernel's own causal mask is enough.
         length = query.shape[1]
         mask = None
         if self.window is not None and length > self.window + 1:
-            distance = torch.arange(length, device=query.device)
-            distance = distance[:, None] - distance[None, :]
+            position = torch.arange(length, device=query.device)
+            distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance <= self.window)
+            # A sink sees itself alone, and every token sees it.
+            mask[:, :sinks] |= distance[:, :sinks] >= 0
 
         if self.cap is not None:
-            out = _capped_attention(
+            output = _capped_attention(
                 rows[0],
                 rows[1],
                 rows[2],
                 mask,
-                self.scale,
+                scale,
                 self.cap,
             )
-            return out.transpose(1, 2).flatten(0, 1)
-        out = functional.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        else:
+            output = functional.scaled_dot_product_attention(
+                *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        return output.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_between_boundaries(
@@ -344,6 +456,11 @@ def _attend_between_boundaries(
     padding = key.shape[-1] - size
     if padding:
         value = functional.pad(value, (0, padding))
+
+    # Tokens before and after a token that it attends to; -1 is no limit.
+    window_size = (-1, 0)
+    if window is not None:
+        window_size = (window, 0)
     output: Any = varlen_attn(
         query,
         key,
@@ -353,8 +470,7 @@ def _attend_between_boundaries(
         boundaries.max_seqlen_q,
         boundaries.max_seqlen_kv,
         scale=scale,
-        # Tokens before and after a token that it attends to; -1 is no limit.
-        window_size=(-1 if window is None else window, 0),
+        window_size=window_size,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., :size]
@@ -368,9 +484,17 @@ def _capped_attention(
     scale: float | None,
     cap: float,
 ) -> Tensor:
-    """Compute attention with scores within ``cap``, [rows, heads, longest, size]; stores all scores."""
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    """Compute causal attention with scores bounded by ``cap``, [rows, heads, longest, size].
+
+    All scores are in memory at once: PyTorch's fused kernels have no cap. ``mask`` is True where a token
+    attends to another, by default to all tokens before it.
+    """
+    factor = query.shape[-1] ** -0.5
+    if scale is not None:
+        factor = scale
+    scores = query @ key.transpose(2, 3) * factor
     scores = cap * torch.tanh(scores.float() / cap)
+
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
@@ -384,6 +508,8 @@ def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
     ranks = group.size()
     if ranks == 1:
         return heads
+
+    # Rank r receives the r-th shard of the heads, of every rank's tokens.
     tokens, count, size = heads.shape
     shards = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
     return all_to_all(group, shards).view(ranks * tokens, count // ranks, size)
@@ -397,6 +523,8 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
     ranks = group.size()
     if ranks == 1:
         return rows
+
+    # Rank r receives the r-th shard of the tokens, of every rank's heads.
     tokens, count, size = rows.shape
     shards = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
     return shards.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
@@ -411,7 +539,7 @@ def _takes_grouped_keys(query: Tensor) -> bool:
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
 
-def _ungrouped(
+def _repeat_grouped_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -434,36 +562,58 @@ def transformer_engine_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class WholeRowAttention(TEDotProductAttention, RowAttention):
-        def __init__(self, config: Any, *args: Any, pg_collection: Any, **arguments: Any) -> None:
+        """Transformer Engine's attention within complete rows, on this rank's share of the heads."""
+
+        def __init__(
+            self,
+            config: Any,
+            *args: Any,
+            pg_collection: Any,
+            **arguments: Any,
+        ) -> None:
+            # Otherwise context-parallel ranks get equal numbers of key-value heads by repeating them.
             ranks = pg_collection.cp.size()
-            self.divides = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
+            self.divides_key_heads = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
 
             # Transformer Engine sees one context-parallel rank with fewer heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
             rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
             rank_config.num_query_groups = rank_config.num_attention_heads
-            if self.divides:
+            if self.divides_key_heads:
                 rank_config.num_query_groups = config.num_query_groups // ranks
             super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
             self.context = pg_collection.cp
 
         def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any,
-            attention_bias: Any = None, packed_seq_params: Any = None, num_splits: Any = None,
-        ) -> Tensor:  # fmt: skip
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any,
+            attn_mask_type: Any,
+            attention_bias: Any = None,
+            packed_seq_params: Any = None,
+            num_splits: Any = None,
+        ) -> Tensor:
             """Return [T, 1, heads * size] as `PackedAttention` does."""
             assert packed_seq_params is not None, "packed rows are the only input format"
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
-            if not self.divides:
-                key, value = _ungrouped(query, key, value)
+            if not self.divides_key_heads:
+                key, value = _repeat_grouped_heads(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
             with _unfused_attention_refused():
                 output = super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
-                    packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
-                )  # fmt: skip
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    attn_mask_type,
+                    attention_bias=attention_bias,
+                    packed_seq_params=packed_seq_params.boundaries,
+                    num_splits=num_splits,
+                )
             output = output.view(len(query), query.shape[1], -1)
             return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
@@ -477,8 +627,9 @@ def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
     Without effect unless the layers are Transformer Engine's (``fused``).
 
     Megatron's plain linear layer refuses ``gradient_accumulation_fusion`` without Apex (seen in 0.16.1 and
-    0.19.2). The only one among Transformer Engine's layers, which need no Apex, is the output layer; its own
-    product is never computed, since `ParallelModel.token_outputs` projects the hidden states.
+    0.19.2). Transformer Engine's layers need no Apex, but a model of them still has this plain layer as
+    output layer. Its own product is never computed, since `ParallelModel.token_outputs` projects the hidden
+    states.
     """
     available = megatron_layers._grad_accum_fusion_available
     setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
@@ -497,29 +648,39 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention.
 
-    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch".
+    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch", or
+    if attention has sinks.
     """
+    # Transformer Engine's layers need another attention: its own takes rows in another format.
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
         attention: Any = PackedAttention
-        if core_attention != "torch":
+        if core_attention != "torch" and config.softmax_type == "vanilla":
             attention = transformer_engine_attention()
         layers: Any = block.layer_specs
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = attention
         return block
 
+    # Layers are counted over the whole model, since only some may have experts.
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(RmsNorm))
 
 
-def _fused_block(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+def _fused_block(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    pp_rank: int,
+) -> TransformerBlockSubmodules:
+    """Return one pipeline stage's layers of Transformer Engine's, as Megatron specifies them."""
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
+
+    # The layers of a dense model are alike.
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
     )
@@ -535,22 +696,30 @@ def _norm(module: Any) -> Any:
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    """Return whether a layer, counted from 0 over the whole model, has experts."""
     if not config.num_moe_experts:
         return False
+
+    # A frequency is a flag per layer, or N for experts in every N-th layer.
     frequency = config.moe_layer_freq
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+    if isinstance(frequency, list):
+        return bool(frequency[layer])
+    return layer % frequency == 0
 
 
 def _local_layer(config: TransformerConfig, moe: bool) -> Any:
+    """Return the spec of Megatron's plain layer with modules that take packed rows in any layout."""
+    num_experts = None
+    if moe:
+        num_experts = config.num_moe_experts
     layer: Any = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe else None,
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
 
-    # Norms and attention that take packed rows in any layout.
     modules = layer.submodules
     modules.input_layernorm = RmsNorm
     modules.pre_mlp_layernorm = RmsNorm
@@ -577,7 +746,13 @@ def bind_tensor_group(attention: Any) -> None:
     attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
 
 
-def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_group(
+    function: Callable[..., Any],
+    group: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a function with `_attention_group` set to ``group``; calls may nest."""
     global _attention_group
     outer_group = _attention_group
     _attention_group = group
@@ -610,30 +785,69 @@ def _tensor_parallel_rank() -> int:
     return _attention_group.rank()
 
 
-def prepare_sandwich_layers(
-    chunk: Any,
-    local: tuple[int, ...] | None,
-    cap: float | None,
-) -> None:
-    """Add Gemma's features to a GPTModel chunk of Megatron's plain layers.
-
-    A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
-    their size; attention scores are bounded by ``cap``. ``local`` are the layers, counted over the model,
-    with the first kind of rotary angles of `both_frequencies`; None if there is one kind. Sources: Gemma
-    Team, arXiv 2408.00118 and 2503.19786.
-    """
-    config = chunk.config
+def scale_embeddings(chunk: Any) -> None:
+    """Multiply the embeddings of a GPTModel chunk by the root of their width (arXiv 2408.00118)."""
     if chunk.pre_process:
-        chunk.embedding.register_forward_hook(partial(_scale, config.hidden_size**0.5))
+        chunk.embedding.register_forward_hook(partial(_scale, chunk.config.hidden_size**0.5))
+
+
+def cap_scores(chunk: Any, cap: float) -> None:
+    """Bound the attention scores of a GPTModel chunk by ``cap`` (arXiv 2408.00118)."""
     for layer in chunk.decoder.layers:
-        for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
-            projection.register_forward_hook(_norm_output)
         layer.self_attention.core_attention.cap = cap
-        if local is not None:
-            kind = 0 if layer.layer_number - 1 in local else 1
-            hook = partial(_select_angles, kind)
-            layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def scale_queries(chunk: Any, beta: float, positions: int) -> None:
+    """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / positions)).
+
+    Source: transformers, `get_llama_4_attn_scale` of ministral3. The order of factor and rotary angles does
+    not matter, since every element of a query has the same factor.
+    """
+    for layer in chunk.decoder.layers:
+        core: nn.Module = layer.self_attention.core_attention
+        core.register_forward_pre_hook(partial(_scale_query, beta, positions), with_kwargs=True)
+
+
+def _scale_query(
+    beta: float,
+    positions: int,
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    query, *other_args = args
+    intervals = kwargs["packed_seq_params"].positions // positions
+    factors = 1 + beta * torch.log1p(intervals.float())
+    # Tokens are the first dimension, whatever the others are.
+    shape = (-1, *[1] * (query.dim() - 1))
+    return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
+
+
+def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
+    """Make each layer of a GPTModel chunk use the local or the global rotary angles of `both_frequencies`.
+
+    ``local`` are the layers with local angles, counted over the model; ``local_factor`` is their factor of
+    cos and sin, which the config sets for the other layers. Source: Gemma Team, arXiv 2503.19786.
+    """
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        is_local = layer.layer_number - 1 in local
+        hook = partial(_select_angles, 0 if is_local else 1)
+        attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+        if is_local:
+            # Megatron-Core 0.16 reads the config in each forward pass, 0.19 this attribute.
+            attention.config = copy(attention.config)
+            set_rotary_factor(attention.config, local_factor)
+            attention._yarn_concentration_factor = local_factor
+
+
+def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
+    """Make Megatron's attention multiply cos and sin by ``factor``.
+
+    It multiplies them by 0.1 ln(s) + 1, with an attribute that `TransformerConfig` does not declare as s.
+    """
+    setattr(config, "yarn_rotary_scaling_factor", math.exp(10.0 * (factor - 1.0)))
 
 
 def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
@@ -649,14 +863,6 @@ def _scale(
 ) -> Tensor:
     # The factor is rounded to the weights' precision, as the models were trained.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
-
-
-def _norm_output(
-    module: Any,
-    inputs: Any,
-    output: tuple[Tensor, Any],
-) -> tuple[Tensor, Any]:
-    return module.post_layernorm(output[0]), output[1]
 
 
 def _select_angles(
@@ -707,7 +913,12 @@ def _bound_projection(linear: type, group: Any) -> type:
     Megatron passes no group for a query that is not compressed, and would use the process-global one.
     """
 
-    def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self: Any,
+        *args: Any,
+        tp_group: Any = None,
+        **kwargs: Any,
+    ) -> None:
         linear.__init__(self, *args, tp_group=tp_group or group, **kwargs)
 
     return type(linear.__name__, (linear,), {"__init__": __init__})
@@ -759,11 +970,14 @@ def _gather_latent(
     it only the gradient of each rank's own heads.
     """
     projected, bias = output
+
+    # The weight is sharded over its outputs, unless Transformer Engine replicates it.
     if projected.shape[-1] != latent_size + key_size:
-        # The weight is sharded by columns.
         projected = mappings.gather_from_tensor_model_parallel_region(projected, group)
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
+
+    # Sum the key's gradient over ranks. Under sequence parallelism the gather of its tokens sums it.
     if key_size and not sequence_parallel:
         compressed, key = projected.split((latent_size, key_size), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)
@@ -772,13 +986,18 @@ def _gather_latent(
 
 
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):
-    """Return angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention."""
+    """Rotary angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention.
+
+    ``scaled`` if Megatron expects a scaled embedding, which also returns the factor of cos and sin.
+    """
 
     def __init__(self, inverse_frequencies: Tensor, scaled: bool) -> None:
         super().__init__(inverse_frequencies)
         self._scaled = scaled
 
     def forward(self, length: int, **kwargs: Any) -> Any:
+        """Return the angles, and the factor 1 with a scaled embedding."""
         angles = super().forward(length, **kwargs).squeeze(1)
-        # A scaled embedding also returns the factor of cos and sin, which is 1 here.
-        return (angles, 1.0) if self._scaled else angles
+        if self._scaled:
+            return angles, 1.0
+        return angles

@@ -15,22 +15,28 @@ import triton.language as tl
 from torch import Tensor
 
 MASKED = -1e30
-"""Logit of an absent row: finite, so that probability * logit is 0 and not NaN."""
+"""Logit of a token without a row in this shard: finite, so that probability * logit is 0 and not NaN."""
 BLOCK = 4096
 """Largest number of logits of a token that a program has at once."""
 
 
 @triton.jit
 def _statistics(
-    logits, targets, temperature, stats,
-    tokens, rows, logits_stride,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Reduce the logits of one token to four numbers."""
+    logits,
+    targets,
+    temperature,
+    stats,
+    tokens,
+    rows,
+    logits_stride,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Reduce the logits of one token to the four numbers of `log_probs.tile_statistics`."""
     token = tl.program_id(0)
     target = tl.load(targets + token)
     divisor = tl.load(temperature + token)
-    line = logits + token.to(tl.int64) * logits_stride
+    token_logits = logits + token.to(tl.int64) * logits_stride
 
     # An online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) that carries the entropy's sum along.
     peak = tl.full((), float("-inf"), tl.float32)
@@ -38,7 +44,7 @@ def _statistics(
     weighted = tl.zeros((), tl.float32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        values = tl.load(line + row, mask=row < rows, other=MASKED) / divisor
+        values = tl.load(token_logits + row, mask=row < rows, other=MASKED) / divisor
         new_peak = tl.maximum(peak, tl.max(values, axis=0))
         shifted = values - new_peak
         exponents = tl.where(row < rows, tl.exp(shifted), 0.0)
@@ -50,8 +56,9 @@ def _statistics(
         total = total * scale + tl.sum(exponents, axis=0)
         peak = new_peak
 
-    is_here = (target >= 0) & (target < rows)
-    target_logit = tl.where(is_here, tl.load(line + target, mask=is_here, other=0.0) / divisor, MASKED)
+    in_tile = (target >= 0) & (target < rows)
+    target_logit = tl.load(token_logits + target, mask=in_tile, other=0.0) / divisor
+    target_logit = tl.where(in_tile, target_logit, MASKED)
 
     output = stats + token
     tl.store(output, peak)
@@ -62,33 +69,49 @@ def _statistics(
 
 @triton.jit
 def _slope(
-    logits, targets, temperature, log_normaliser, entropy, log_prob_gradient, entropy_gradient, slope,
-    rows, cap, logits_stride, slope_stride,
-    IS_CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of a block of one token's logits."""
+    logits,
+    targets,
+    temperature,
+    log_normaliser,
+    entropy,
+    log_prob_gradient,
+    entropy_gradient,
+    slope,
+    rows,
+    cap,
+    logits_stride,
+    slope_stride,
+    IS_CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the gradients of a block of one token's logits, by the equations of `log_probs.tile_slope`."""
     token = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < rows
     divisor = tl.load(temperature + token)
-    of_log_prob = tl.load(log_prob_gradient + token)
-    of_entropy = tl.load(entropy_gradient + token)
+    log_prob_slope = tl.load(log_prob_gradient + token)
+    entropy_slope = tl.load(entropy_gradient + token)
 
     values = tl.load(logits + token.to(tl.int64) * logits_stride + row, mask=is_row, other=0.0)
     log_p = values / divisor - tl.load(log_normaliser + token)
-    result = -tl.exp(log_p) * ((log_p + tl.load(entropy + token)) * of_entropy + of_log_prob)
-    result = tl.where(row == tl.load(targets + token), result + of_log_prob, result)
+    result = -tl.exp(log_p) * ((log_p + tl.load(entropy + token)) * entropy_slope + log_prob_slope)
+    result = tl.where(row == tl.load(targets + token), result + log_prob_slope, result)
     if IS_CAPPED:
-        # Of a masked logit the slope of the cap is -inf, and the product with 0 would be NaN.
-        share = values / cap
-        result *= tl.maximum(1.0 - share * share, 0.0)
+        # d(capped logit) / d(logit) = 1 - (capped / cap)^2. For a masked logit that is -inf, and the product
+        # with 0 would be NaN.
+        ratio = values / cap
+        result *= tl.maximum(1.0 - ratio * ratio, 0.0)
 
     output = slope + token.to(tl.int64) * slope_stride + row
     tl.store(output, (result / divisor).to(slope.dtype.element_ty), mask=is_row)
 
 
-def tile_statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    """Return what `log_probs.tile_statistics` returns, [4, n], of logits [n, rows] float32."""
+def tile_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+) -> Tensor:
+    """Reduce logits [n, rows] float32 to [4, n] as `log_probs.tile_statistics` does; they stay unchanged."""
     tokens, rows = logits.shape
     stats = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
     kernel: Any = _statistics
@@ -100,13 +123,24 @@ def tile_statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> Ten
 
 
 def tile_slope(
-    logits: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor, entropy: Tensor,
-    log_prob_gradient: Tensor, entropy_gradient: Tensor, cap: float | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Return what `log_probs.tile_slope` returns, of logits [n, rows] float32, which stay as they are."""
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    log_prob_gradient: Tensor,
+    entropy_gradient: Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the gradient with respect to logits [n, rows] float32 as `log_probs.tile_slope` does.
+
+    The logits stay unchanged.
+    """
     tokens, rows = logits.shape
     slope = torch.empty((tokens, rows), dtype=dtype, device=logits.device)
     block = _block(rows)
+
     kernel: Any = _slope
     kernel[(tokens, triton.cdiv(rows, block))](
         logits, targets, temperature, log_normaliser, entropy,

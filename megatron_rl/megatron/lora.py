@@ -50,17 +50,18 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Adapter(nn.Module):
-    """This rank's share of A [kinds x rank, in] and B [out, rank] of one linear layer.
+    """This rank's shard of A [kinds x rank, in] and B [out, rank] of one linear layer.
 
     A layer of Megatron's may contain several tensors of the checkpoint ("kinds": query, key and value in
-    linear_qkv), each with its own A. ``mask`` [out, kinds] is 1 where a row of B belongs to a kind.
-    ``columns``: the layer's weight is cut by columns over ``group``. ``expert``: it is a routed expert's.
-    ``state`` selects the trained or the initial values.
+    linear_qkv), each with its own A.
     """
 
     mask: Tensor
+    """[out, kinds], 1 where a row of B belongs to a kind."""
     initial_A: Tensor | None
+    """A of the initial policy, which is the reference; None if that policy's adapters add zero."""
     initial_B: Tensor | None
+    """B of the initial policy."""
 
     def __init__(
         self,
@@ -73,22 +74,27 @@ class Adapter(nn.Module):
         super().__init__()
         rows, inputs = weight.shape
         kind_count = mask.shape[1]
-        like = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **like))
-        self.B = nn.Parameter(torch.empty(rows, rank, **like))
+        options = {"dtype": weight.dtype, "device": weight.device}
+        self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **options))
+        self.B = nn.Parameter(torch.empty(rows, rank, **options))
         self.scale = scale
         self.dropout = dropout
         self.state = "trained"
+        """``trained`` or ``initial``: the values that `forward` uses."""
 
         # Not persistent: checkpoints and PEFT files have A and B alone.
-        self.register_buffer("mask", mask.to(**like), persistent=False)
+        self.register_buffer("mask", mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)
 
+        # `cut` and `cut_expert` set these.
         self.columns = False
+        """Whether the layer's weight is sharded by columns over ``group``, otherwise by rows."""
         self.sequence_parallel = False
         self.expert = False
+        """Whether the layer is a routed expert's."""
         self.group: Any = None
+        """Tensor-parallel group of the layer."""
 
     def cut(
         self,
@@ -123,8 +129,10 @@ class Adapter(nn.Module):
         setattr(replicated, "shared", group.rank() > 0)
 
     def _shard_and_replicated(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return the factor that is sharded over the group and the one that every rank has."""
-        return (self.A, self.B) if self.columns else (self.B, self.A)
+        """Return the factor that is sharded over the group, and the factor that is replicated on it."""
+        if self.columns:
+            return self.A, self.B
+        return self.B, self.A
 
     def partial_gradient(self) -> Tensor | None:
         """Return the gradient to sum over an expert's tensor ranks, None if it is complete."""
@@ -134,12 +142,17 @@ class Adapter(nn.Module):
         return getattr(replicated, "main_grad", None)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """Return the adapter's addition to the layer's output, None for an initial adapter that adds zero."""
-        factor_a, factor_b = self.A, self.B
+        """Compute the adapter's addition to the layer's output; None for an initial adapter that adds zero.
+
+        ``hidden`` [.., in] is the layer's input on this rank. Collective over the layer's group.
+        """
+        factor_a: Tensor = self.A
+        factor_b: Tensor = self.B
         if self.state == "initial":
             if self.initial_A is None or self.initial_B is None:
                 return None
-            factor_a, factor_b = self.initial_A, self.initial_B
+            factor_a = self.initial_A
+            factor_b = self.initial_B
 
         if self.dropout and self.training:
             hidden = self._drop(hidden)
@@ -147,6 +160,7 @@ class Adapter(nn.Module):
         return functional.linear(low_rank, self._expand(factor_b)) * self.scale
 
     def _drop(self, hidden: Tensor) -> Tensor:
+        """Apply dropout to the adapter's input, or to this rank's shard of it."""
         # Ranks with shards of the tokens or the features need different random numbers, ranks with the same
         # inputs need the same ones.
         separate_experts = self.expert and self.group.size() == 1
@@ -162,12 +176,14 @@ class Adapter(nn.Module):
             # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
             # over them: see `partial_gradient`.
             return low_rank
+
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
         if self.columns:
             return reduce_from_tensor_model_parallel_region(low_rank, group=self.group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low_rank, group=self.group)
+
         # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
@@ -175,17 +191,20 @@ class Adapter(nn.Module):
         """Return B as [out, kinds x rank], block-sparse: a row is zero in the columns of other kinds."""
         if self.mask.shape[1] == 1:
             return factor_b
-        return (self.mask[:, :, None] * factor_b[:, None, :]).flatten(1)
+        by_kind = self.mask[:, :, None] * factor_b[:, None, :]
+        return by_kind.flatten(1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's share of W + scale * B A in W's dtype, summed in float32."""
+        """Compute this rank's shard of W + scale * B A in W's dtype, summed in float32."""
         change = self._expand(self.B).float() @ self.A.float()
         return (weight.float() + self.scale * change).to(weight.dtype)
 
 
 def add_adapter_output(
-    linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
+    linear: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
     """Add the adapter's output to its linear layer's; a forward hook of the layer.
 
@@ -206,24 +225,30 @@ def add_adapter_output(
     result, bias = output
     if isinstance(adapter, Adapter):
         change = adapter(hidden)
-        return output if change is None else (result + change, bias)
+        if change is None:
+            return output
+        return result + change, bias
 
+    # One adapter per expert, each for its own consecutive tokens.
     tokens_of_experts = hidden.split(list(inputs[1]))
     changes = []
     for expert_adapter, tokens in zip(adapter, tokens_of_experts, strict=True):
         change = expert_adapter(tokens)
         if change is not None:
             changes.append(change)
+
+    # Either all adapters are initial ones, which add zero and return None, or none of them is.
     if not changes:
         return output
     return result + torch.cat(changes), bias
 
 
 _HEAD = "output_layer.weight"
+"""Checkpoint key of a scalar head's weight."""
 
 
 class TensorSource(Protocol):
-    """Named tensors that are read in slices, such as those of a safetensors file."""
+    """Named tensors with reads of slices, such as a safetensors file."""
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -249,11 +274,16 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has values by their PEFT names; adapters without one are new. A new adapter adds zero: A is
-    uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and the tensors'
-    names alone, not on the layout. Call before the model is wrapped.
+    ``initial`` has values by their PEFT names; an adapter without values there is new. A new adapter adds
+    zero: A is uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and
+    the tensors' names alone, not on the layout. Call before the model is wrapped.
     """
-    model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
+    model.adapters = adapted(
+        pretrained(model.hf_config),
+        config.rank,
+        config.alpha,
+        config.targets,
+    )
     groups = model.groups
     settings = model.transformer_config
 
@@ -275,6 +305,7 @@ def attach_adapters(
         scale = model.adapters.alpha / config.rank
         adapter = Adapter(weight, config.rank, masks[mask_name], scale, config.dropout)
 
+        # Megatron's RowParallelLinear layers, whose weights are sharded by columns.
         columns = "linear_proj." in name or "linear_fc2." in name
         if is_expert_parameter(name):
             adapter.cut_expert(columns, groups.expert_tensor)
@@ -324,28 +355,36 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
     return chunk.output_layer.weight
 
 
-def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
-    """Initialise a model's adapters from ``initial``, by their PEFT names, or with new values.
+def start_adapters(
+    model: ParallelModel,
+    seed: int,
+    initial: TensorSource | None = None,
+) -> None:
+    """Initialise the adapters of a model from ``initial``, by their PEFT names, or with new values.
 
-    Tensors without a value in ``initial`` are new. With ``initial`` the values are also stored as those of
-    the initial policy, which serves as the reference.
+    A tensor that ``initial`` does not have gets new values. With ``initial`` the values are also stored as
+    the initial policy's, the reference; without it the initial policy is the base alone.
     """
     assert model.adapters is not None
-    stored_names = set() if initial is None else initial.names()
+    stored_names = set()
+    if initial is not None:
+        stored_names = initial.names()
     shapes = model.adapters.tensor_shapes()
     parameters = adapter_parameters(model)
 
+    # A box is the part of one PEFT tensor in one of this rank's parameters.
     for box in adapter_boxes(model):
         view = view_of(parameters[box.storage], box)
-        if initial is not None and PEFT_PREFIX + box.name in stored_names:
-            view.copy_(initial.read(PEFT_PREFIX + box.name, box.start, box.size))
+        peft_name = PEFT_PREFIX + box.name
+        if initial is not None and peft_name in stored_names:
+            view.copy_(initial.read(peft_name, box.start, box.size))
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
         else:
             # Every rank draws the complete tensor and takes its slice, so values do not depend on the layout.
+            complete = _new_values(box.name, shapes[box.name], seed)
             ranges = zip(box.start, box.size, strict=True)
-            slices = tuple(slice(start, start + size) for start, size in ranges)
-            view.copy_(_new_values(box.name, shapes[box.name], seed)[slices])
+            view.copy_(complete[tuple(slice(start, start + size) for start, size in ranges)])
 
     for _, adapter in _adapters(model):
         adapter.initial_A = None
@@ -361,6 +400,7 @@ def _new_values(
     seed: int,
 ) -> Tensor:
     """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``."""
+    # Not Python's hash(), which differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
@@ -371,7 +411,9 @@ def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[t
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
             for path, block, linear_names in _blocks(layer):
-                for name in (target for target in targets if target in linear_names):
+                for name in targets:
+                    if name not in linear_names:
+                        continue
                     linear = getattr(block, name, None)
                     if linear is None:
                         raise _missing_layer(f"{path}.{name}", name, targets)
@@ -396,21 +438,32 @@ def _blocks(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         # Transformer Engine's grouped linear layers.
         yield "mlp.experts", experts, MLP
         return
+
+    # Megatron's plain experts have one module each.
     for number, expert in enumerate(local_experts):
         yield f"mlp.experts.local_experts.{number}", expert, MLP
 
 
-def _missing_layer(path: str, target: str, targets: Iterable[str]) -> UserError:
+def _missing_layer(
+    path: str,
+    target: str,
+    targets: Iterable[str],
+) -> UserError:
+    """Return the error for a user's model without a linear layer that ``actor.lora.targets`` names."""
     return UserError(
         f"a layer of the model provider has no {path} to adapt",
         where="actor.lora.targets",
-        expected="layers that every layer of the model has, called as Megatron's",
+        expected="linear layers that every layer of the model has, under Megatron's names",
         got=", ".join(targets),
         fix=f"remove {target}",
     )
 
 
-def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
+def _kind_mask(
+    model: ParallelModel,
+    name: str,
+    rows: int,
+) -> Tensor:
     """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
 
     ``name`` is the adapter's name over the whole model, with ``{expert}`` for the number of an expert. To
@@ -424,20 +477,34 @@ def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
     shard = shard_of(model)
     first_expert = shard.expert * (model.adapters.shape.experts // shard.expert_size)
 
-    kinds: dict[str, Tensor] = {}
+    # Each checkpoint tensor of B, filled with the number of its kind.
+    numbered_tensors: dict[str, Tensor] = {}
     for source in weights[f"{module}.B"].sources:
         kind = kind_names.index(source.name.replace("lora_B", "lora_A"))
         size = source.end
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
-        kinds[tensor_name] = torch.full((size, 1), kind)
+        numbered_tensors[tensor_name] = torch.full((size, 1), kind)
 
+    # The import orders and cuts these rows like the rows of B.
     row_kinds = torch.empty(rows, 1, dtype=torch.long)
-    import_parameters({f"{name.format(expert=0)}.B": row_kinds}, kinds, model.adapters, shard)
+    import_parameters(
+        {f"{name.format(expert=0)}.B": row_kinds},
+        numbered_tensors,
+        model.adapters,
+        shard,
+    )
     return functional.one_hot(row_kinds[:, 0], len(kind_names))
 
 
-def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+def _require_gradient(
+    module: Any,
+    inputs: Any,
+    output: Tensor,
+) -> Tensor:
+    """Make the embedding's output require a gradient; a forward hook."""
+    if torch.is_grad_enabled():
+        return output.requires_grad_()
+    return output
 
 
 def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
@@ -477,6 +544,8 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
                 if gradient is not None:
                     gradients.append(gradient)
                     group = group or module.group
+
+    # No deadlock: the ranks of a group have the same layers, so all of them return here or none does.
     if not gradients:
         return
 
@@ -493,10 +562,18 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     assert model.adapters is not None
     parameters = adapter_parameters(model)
     storages = {global_name(model, storage): storage for storage in parameters}
+
+    # The import is traced on tensors without memory.
     meta_parameters = {
         name: torch.empty_like(parameters[storage], device="meta") for name, storage in storages.items()
     }
-    return trace_import(meta_parameters, model.adapters, shard_of(model), device.rank(), storages)
+    return trace_import(
+        meta_parameters,
+        model.adapters,
+        shard_of(model),
+        device.rank(),
+        storages,
+    )
 
 
 def policy_weights(model: Chunked) -> dict[str, Tensor]:
@@ -528,7 +605,10 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
 
 
 def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
-    """Detach a model's adapters without merging them; return the (linear layer, adapter) pairs."""
+    """Detach a model's adapters without merging them; return the (linear layer, adapter) pairs.
+
+    The layers keep their forward hooks, which have no effect without an adapter.
+    """
     modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
     pairs: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
     for linear, _ in pairs:
@@ -547,6 +627,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
         yield
         return
 
+    # The base weights stay in memory, and replace the merged copies at the end.
     description = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
     for name, adapter in _adapters(model):
@@ -604,8 +685,8 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_row = _checkpoint_key(model, name)
 
-            # The dimension that is cut, for a sharded factor, counted after the dimension of experts; the
-            # rank that saves it, for a replicated factor.
+            # For a sharded factor the dimension that is cut, counted after the dimension of experts. For a
+            # replicated factor the rank's number among the replicas: Megatron saves number 0.
             is_replicated = adapter.columns == (factor == "B")
             tensor_cut: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())
@@ -615,7 +696,12 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
                 replica = (0, 0, data_group.rank())
 
             entry: Any = ShardedTensor.from_rank_offsets(
-                key, parameter, *expert_row, *tensor_cut, replica_id=replica, prepend_axis_num=len(expert_row)
+                key,
+                parameter,
+                *expert_row,
+                *tensor_cut,
+                replica_id=replica,
+                prepend_axis_num=len(expert_row),
             )
             if factor == "B" and ".linear_fc1." in name and model.transformer_config.gated_linear_unit:
                 # A rank's rows are a shard of the gate and a shard of the up projection.
@@ -629,6 +715,8 @@ def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[i
     match = EXPERT.search(name)
     if match is None:
         return name, ()
+
+    # Local experts are numbered from 0 on each rank; the checkpoint has them all in one tensor.
     shard = shard_of(model)
     experts = model.spec.model.shape.experts
     number = shard.expert * (experts // shard.expert_size) + int(match.group(2))

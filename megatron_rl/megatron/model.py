@@ -1,9 +1,13 @@
-"""Build one role's share of a GPTModel in the role's own process groups."""
+"""Models of one role: this rank's chunks of a GPTModel, in the role's own process groups.
+
+A chunk returns hidden states and never logits: `ParallelModel.token_outputs` computes from them what losses
+need, in bounded memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -33,6 +37,7 @@ from megatron_rl.megatron.layers import (
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.megatron.provider import Provider
@@ -76,63 +81,76 @@ def is_expert_parameter(name: str) -> bool:
 class ParallelModel:
     """This rank's chunks of a model, one per virtual pipeline stage.
 
-    ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
-    else the chunks themselves. ``routing`` is None if expert routing is neither recorded nor replayed,
-    ``adapters`` if no layer has an adapter. ``takes_rows`` is False if a user's own attention is among
-    Transformer Engine's layers: it gets Megatron's row boundaries (THD) instead of `PackedRows`.
-    ``takes_boundaries`` if no attention needs rows gathered by length. Raises UserError if context
-    parallelism would cut the rows of attention of the user's own.
+    Raises UserError if context parallelism would cut the rows that a user's own attention gets.
     """
 
     chunks: list[GPTModel]
     wrapped: list[torch.nn.Module]
+    """The chunks as the schedule runs them: in Megatron's DDP if the model trains, otherwise `chunks`."""
     groups: ParallelGroups
     spec: ModelSpec
     uses_transformer_engine: bool
     routing: Routing | None = None
+    """Recorder of expert routing, None if routing is neither recorded nor replayed."""
     adapters: AdaptedModel | None = None
+    """Description of the low-rank adapters, None for a model without them."""
     provider: Provider | None = None
+    """The user's function that built the chunks, None if `build_model` did."""
     takes_rows: bool = field(init=False)
+    """Whether attention takes `PackedRows`; a user's own, among Transformer Engine's layers, takes Megatron's
+    row boundaries (THD)."""
     takes_boundaries: bool = field(init=False)
+    """Whether no attention needs rows gathered by length."""
     has_delta_nets: bool = field(init=False)
+    """Whether linear-attention layers need rows gathered by length."""
 
     def __post_init__(self) -> None:
-        cores: list[Any] = []
+        row_cores: list[RowAttention] = []
+        foreign_cores: list[Any] = []
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
-                if name.endswith(".core_attention"):
-                    cores.append(module)
-        foreign = [core for core in cores if not isinstance(core, RowAttention)]
-        own = [core for core in cores if isinstance(core, RowAttention)]
-        self.takes_boundaries = all(core.takes_boundaries for core in own)
-        if not self.uses_transformer_engine and (foreign or not own):
+                if not name.endswith(".core_attention"):
+                    continue
+                if isinstance(module, RowAttention):
+                    row_cores.append(module)
+                else:
+                    foreign_cores.append(module)
+
+        # Plain layers without a `RowAttention` take rows in the most general form.
+        self.takes_boundaries = all(core.takes_boundaries for core in row_cores)
+        if not self.uses_transformer_engine and (foreign_cores or not row_cores):
             self.takes_boundaries = False
+
         # Delta nets gather rows by length, beside attention that may take their boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
         self.has_delta_nets = any(isinstance(module, PackedDeltaNet) for module in modules)
 
         # Context parallelism exchanges rows in `RowAttention` alone.
-        self.takes_rows = not (self.uses_transformer_engine and foreign)
+        self.takes_rows = not (self.uses_transformer_engine and foreign_cores)
         if not self.takes_rows and self.groups.layout.context > 1:
             raise UserError(
-                "attention of one's own is given whole rows, which context parallelism cuts",
+                "the model provider's own attention needs complete rows, which context parallelism cuts",
                 where="layout.context",
                 expected="1, or Megatron's TEDotProductAttention",
-                got=f"context {self.groups.layout.context}, and {type(foreign[0]).__name__}",
+                got=f"context {self.groups.layout.context}, and {type(foreign_cores[0]).__name__}",
                 fix="set layout.context=1, or build the layers with TEDotProductAttention",
             )
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Prepare the process for calls of Megatron inside the block: the device, and a provider's groups."""
-        groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
+        groups: AbstractContextManager[None] = nullcontext()
+        if self.provider is not None:
+            groups = self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Map the provider's parameter names to Megatron's."""
-        return {} if self.provider is None else self.provider.names
+        """Return the mapping from the provider's parameter names to Megatron's."""
+        if self.provider is None:
+            return {}
+        return self.provider.names
 
     @property
     def transformer_config(self) -> Any:
@@ -148,7 +166,9 @@ class ParallelModel:
         """End training: remove DDP wrappers and gradient buffers; the weights remain in place."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
+                # The hook would gather the weights of a distributed optimizer that is gone.
                 wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
+
         self.wrapped = list(self.chunks)
         self.transformer_config.no_sync_func = None
         for chunk in self.chunks:
@@ -157,12 +177,13 @@ class ParallelModel:
     def watch_routing(self) -> None:
         """Record and replay expert routing from now on, if the model has experts whose routers allow it.
 
-        Fused routers choose inside their kernel: of them only the loads are counted.
+        Fused routers choose inside their kernel: only their loads are counted.
         """
         config = self.transformer_config
 
         # Sinkhorn routers select experts by other scores, and do not call the replay.
         if config.num_moe_experts and config.moe_router_load_balancing_type != "sinkhorn":
+            # The ranks of these groups have different tokens of the same rows.
             token_groups = [self.groups.context]
             if config.sequence_parallel:
                 token_groups.append(self.groups.tensor)
@@ -218,10 +239,12 @@ class ParallelModel:
             return pack_for_transformer_engine(lengths)
         context = (self.groups.coordinates.context, self.groups.layout.context)
         if self.has_delta_nets:
+            # Both forms: delta nets take rows gathered by length, attention may take boundaries.
             rows = pack_rows(lengths, *context)
             return replace(rows, boundaries=pack_for_transformer_engine(lengths))
-        pack = pack_whole_rows if self.takes_boundaries else pack_rows
-        return pack(lengths, *context)
+        if self.takes_boundaries:
+            return pack_whole_rows(lengths, *context)
+        return pack_rows(lengths, *context)
 
     def token_outputs(
         self,
@@ -231,13 +254,15 @@ class ParallelModel:
         targets: Tensor,
         temperature: Tensor,
         support: Support | None = None,
+        rules: Sequence[RowRules] | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over. Collective over the tensor-parallel group.
+        distribution ranges over, ``rules`` the changes of logits before sampling. Collective over the
+        tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -256,9 +281,11 @@ class ParallelModel:
         weight: Any = chunk.output_layer.weight
         if shape.tied:
             weight = chunk.shared_embedding_or_output_weight()
-        start = self.groups.coordinates.tensor * len(weight)
         shard = VocabularyShard(
-            start, shape.vocab, self.groups.tensor, self.spec.model.config.get("final_logit_softcapping")
+            start=self.groups.coordinates.tensor * len(weight),
+            size=shape.vocab,
+            group=self.groups.tensor,
+            cap=self.spec.model.config.get("final_logit_softcapping"),
         )
         return vocab_parallel_log_probs(
             states[index],
@@ -266,9 +293,11 @@ class ParallelModel:
             targets,
             temperature,
             shard,
+            # Fewer tokens at a time would make the products too small for the device.
             chunk=max(64, LOGITS_ELEMENTS // len(weight)),
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
+            rules=rules,
         )
 
 
@@ -291,9 +320,9 @@ def build_model(
 
     ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
     ``lm``, or ``value`` for a scalar head in place of the output layer. A ``provider`` builds the chunks
-    itself, and their TransformerConfig becomes the model's. ``replays_routing`` if its routers may be given
-    recorded choices, ``adapted`` if it gets low-rank adapters: on an accelerator other defaults depend on
-    both. Call on the ranks of ``groups`` alone.
+    itself, and their TransformerConfig becomes the model's. ``replays_routing`` if recorded choices of
+    experts may be replayed, ``adapted`` if the model gets low-rank adapters: on an accelerator other defaults
+    depend on both. Call on the ranks of ``groups`` alone.
     """
     layout = groups.layout
     if head == "value":
@@ -301,6 +330,8 @@ def build_model(
     shape = pretrained(hf_config).shape
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
+
+    # Defaults of an accelerator, beneath the user's overrides.
     role = AcceleratedRole(
         shape,
         layout,
@@ -320,10 +351,18 @@ def build_model(
             explicit.setdefault("gradient_accumulation_fusion", False)
         overrides = accelerator_defaults(role, MEGATRON, explicit)
         core_attention = accelerator_defaults(role, LAYERS).get("core_attention")
+
     if shape.experts and not fused and device.on_accelerator():
         raise plain_experts_error(shape.name)
-    spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
+    spec = model_spec(
+        hf_config,
+        layout,
+        dtype,
+        role_settings(layout, recompute, overrides),
+        fused,
+    )
     if device.on_host():
+        # An override is meant for the accelerator: the kernel needs a GPU.
         spec.transformer_config.gradient_accumulation_fusion = False
     if fused:
         require_transformer_engine()
@@ -331,6 +370,7 @@ def build_model(
         provider = provider.of(spec)
     provider_config = copy(spec.transformer_config)
 
+    # Weights are random until a checkpoint is loaded; the seed makes equal ranks start equal.
     chunks = []
     with device.megatron_mode(), output_layer_without_accumulation(fused and provider is None):
         device.seed_tensor_parallel(seed, groups.coordinates.tensor)
@@ -351,7 +391,7 @@ def build_model(
 
 
 def has_fused_layers(chunk: Any) -> bool:
-    """Return whether a chunk has layers of Transformer Engine's."""
+    """Return whether a chunk has layers of Transformer Engine, whose classes in Megatron begin with TE."""
     return any(type(module).__name__.startswith("TE") for module in chunk.modules())
 
 
@@ -382,11 +422,24 @@ def _build_chunk(
     fused: bool,
     core_attention: str | None,
 ) -> GPTModel:
+    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`."""
     layout = groups.layout
     config = spec.transformer_config
-    vp_stage = stage if layout.virtual_pipeline > 1 else None
+
+    # Megatron counts layers per virtual stage unless the stage is None.
+    vp_stage = None
+    if layout.virtual_pipeline > 1:
+        vp_stage = stage
     is_last_chunk = stage == layout.virtual_pipeline - 1
-    layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline, core_attention)
+    layers: Any = block_spec(
+        config,
+        fused,
+        vp_stage,
+        groups.coordinates.pipeline,
+        core_attention,
+    )
+
+    # Replace the attention of families that Megatron's own specs do not cover.
     if config.multi_latent_attention:
         for layer in layers.layer_specs:
             fit_latent_spec(layer, groups.tensor)
@@ -404,14 +457,18 @@ def _build_chunk(
         vp_stage=vp_stage,
         **spec.gpt_kwargs,
     )
-    # `prepare_latent_attention` sets that of latent attention.
+    # `prepare_latent_attention` sets the rotary embedding of latent attention.
     if not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
     return chunk
 
 
-def finish_chunk(chunk: Any, spec: ModelSpec, seed: int) -> None:
-    """Add to a chunk the scalar head and the features that Megatron's settings do not express."""
+def finish_chunk(
+    chunk: Any,
+    spec: ModelSpec,
+    seed: int,
+) -> None:
+    """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express."""
     spec.finish(chunk)
     if chunk.post_process:
         if spec.model.shape.scalar_head:
@@ -424,6 +481,8 @@ def finish_chunk(chunk: Any, spec: ModelSpec, seed: int) -> None:
 
 
 def _pass_hidden(
-    hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    hidden: Tensor,
+    weight: Any = None,
+    runtime_gather_output: Any = None,
 ) -> tuple[Tensor, None]:
     return hidden, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,19 +18,30 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron.experts import prepare_experts
+from megatron_rl.megatron.experts import prepare_biased_experts, prepare_experts
 from megatron_rl.megatron.layers import (
     allow_shared_heads,
     allow_without_transformer_engine,
     bind_tensor_group,
     both_frequencies,
+    cap_scores,
     prepare_latent_attention,
-    prepare_sandwich_layers,
+    prepare_local_rotation,
+    scale_embeddings,
+    scale_queries,
+    set_rotary_factor,
 )
+from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import PretrainedModel, describe, read_json, transformers_config
+from megatron_rl.shapes.pretrained import (
+    PretrainedModel,
+    describe,
+    engine_config,
+    read_json,
+    transformers_config,
+)
 from megatron_rl.shapes.quantized import quantization_keys
 
 
@@ -40,15 +50,20 @@ def pretrained(hf_config: Any) -> PretrainedModel:
     return describe(hf_config.to_dict())
 
 
-def read_hf_config(path: str | Path) -> Any:
+def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    That of a multimodal checkpoint is its language model's, and that of a ``model_type`` that transformers
-    has no class for is the family's. Models are built, and written, in the dtype that their weights are read
-    as. Raises UserError if transformers rejects the config.
+    A multimodal checkpoint has the config of its language model; a ``model_type`` without a class in
+    transformers has its family's. Models are built, and written, in the dtype that their weights are read as.
+    ``of_engine`` returns that of the model that engines build (`engine_config`). Raises UserError if
+    transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
+
+    # transformers reads the directory of a plain language model itself.
     language_model = transformers_config(values)
+    if of_engine:
+        language_model = engine_config(values)
     try:
         if language_model is values:
             config = AutoConfig.from_pretrained(path)
@@ -60,9 +75,10 @@ def read_hf_config(path: str | Path) -> Any:
             where=str(Path(path) / "config.json"),
             expected="a config.json that AutoConfig.from_pretrained reads",
             got=f"{type(error).__name__}: {error}".strip(),
-            fix="correct what it names, or copy config.json again from the checkpoint",
+            fix="correct the field that it names, or copy config.json again from the checkpoint",
         ) from error
 
+    # Weights are dequantised when they are loaded.
     for key in quantization_keys(vars(config)):
         delattr(config, key)
     return config
@@ -92,6 +108,8 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """[rotary_dim / 2] float32, of RoPE; for two kinds of attention as `both_frequencies` returns them."""
+    local_rotary_factor: float
+    """Factor of cos and sin in layers with a sliding window, where these have rotary angles of their own."""
 
     @property
     def shares_heads(self) -> bool:
@@ -103,22 +121,37 @@ class ModelSpec:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups, where it would use global ones; and Gemma's additions to a
-        layer.
+        scaling; the role's own process groups, where it would use global ones; biases of experts; and norms,
+        angles and bounds that Megatron's layers do not have.
         """
         shape = self.model.shape
+        if shape.expert_bias:
+            prepare_biased_experts(chunk)
         if shape.mla:
             prepare_latent_attention(chunk, self.inverse_frequencies)
             return
+
         if self.shares_heads:
             for layer in chunk.decoder.layers:
                 bind_tensor_group(layer.self_attention)
-        if shape.sandwich_norms:
-            local_layers = None
-            if "full_attention" in self.hf_config.rope_parameters:
-                local_layers = shape.sliding_layers
-            cap = self.model.config.get("attn_logit_softcapping")
-            prepare_sandwich_layers(chunk, local_layers, cap)
+
+        if shape.whole_qk_norm:
+            prepare_whole_norms(chunk)
+        if shape.post_norms:
+            prepare_post_norms(chunk, shape.pre_norms)
+        if self.model.family.scaled_embedding:
+            scale_embeddings(chunk)
+        if self.model.family.scaled_queries:
+            parameters = rope_parameters(self.model.config)
+            beta = parameters["llama_4_scaling_beta"]
+            scale_queries(chunk, beta, parameters["original_max_position_embeddings"])
+        cap = self.model.config.get("attn_logit_softcapping")
+        if cap is not None:
+            cap_scores(chunk, cap)
+        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
+        if "full_attention" in self.hf_config.rope_parameters:
+            prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
+
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -152,7 +185,9 @@ def model_spec(
 
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
-    config_class = MLATransformerConfig if shape.mla else TransformerConfig
+    config_class: type[TransformerConfig] = TransformerConfig
+    if shape.mla:
+        config_class = MLATransformerConfig
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
         warnings.simplefilter("ignore")
@@ -167,8 +202,10 @@ def model_spec(
 
     frequencies, magnitude = rotation(hf_config)
     if magnitude != 1.0:
-        # Megatron's attention multiplies cos and sin by 0.1 ln(s) + 1 of this attribute, which is no field.
-        setattr(transformer_config, "yarn_rotary_scaling_factor", math.exp(10.0 * (magnitude - 1.0)))
+        set_rotary_factor(transformer_config, magnitude)
+    local_magnitude = magnitude
+    if "full_attention" in hf_config.rope_parameters:
+        _, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
 
     gpt_kwargs = {
         "vocab_size": shape.padded_vocab(layout.tensor),
@@ -178,29 +215,30 @@ def model_spec(
         "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(transformer_config, frozenset(settings), gpt_kwargs, model, hf_config, frequencies)
+    return ModelSpec(
+        transformer_config,
+        frozenset(settings),
+        gpt_kwargs,
+        model,
+        hf_config,
+        frequencies,
+        local_magnitude,
+    )
 
 
 def rotation(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim]. Raises
-    UserError if the two kinds have different factors.
+    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim], and the
+    factor of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
         return _frequencies(hf_config, model, None)
 
-    local, local_factor = _frequencies(hf_config, model, "sliding_attention")
-    full, full_factor = _frequencies(hf_config, model, "full_attention")
-    if local_factor == full_factor:
-        return both_frequencies(local, full), local_factor
-    raise UserError(
-        "The two kinds of attention rescale cos and sin of their rotary angles by different factors.",
-        where="config.json: rope_parameters",
-        expected="one attention factor",
-        got=f"{local_factor:g} in local attention, {full_factor:g} in the other",
-    )
+    local, _ = _frequencies(hf_config, model, "sliding_attention")
+    full, factor = _frequencies(hf_config, model, "full_attention")
+    return both_frequencies(local, full), factor
 
 
 def _frequencies(
@@ -208,6 +246,7 @@ def _frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
+    """Return the inverse frequencies and the factor of cos and sin for one kind of attention."""
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -215,12 +254,15 @@ def _frequencies(
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
-    # transformers computes the scaled kinds.
-    layer = {} if layer_type is None else {"layer_type": layer_type}
+    # transformers computes the scaled kinds, for a kind of attention if the config has several.
+    layer = {}
+    if layer_type is not None:
+        layer = {"layer_type": layer_type}
     return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's TransformerConfig fields; raise UserError for an unknown or a derived field."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED_FIELDS:
@@ -229,11 +271,15 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 where=f"megatron.{name}",
                 fix="remove it, or set it in the role's layout",
             )
+
         if name not in available:
             suggestion = nearest(name, available)
+            fix = None
+            if suggestion:
+                fix = f"did you mean {suggestion!r}?"
             raise UserError(
                 f"Megatron's TransformerConfig has no field {name!r}.",
                 where=f"megatron.{name}",
-                fix=f"did you mean {suggestion!r}?" if suggestion else None,
+                fix=fix,
             )
     return dict(overrides)

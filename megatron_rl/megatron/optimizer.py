@@ -33,14 +33,16 @@ def wrap(
     distributed: bool,
     ddp: Mapping[str, Any] | None = None,
 ) -> None:
-    """Wrap the model's chunks in Megatron's DDP, in place: gradients accumulate in float32 buffers.
+    """Wrap the model's chunks in Megatron's DDP, in place; gradients accumulate in float32 buffers.
 
-    With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
-    parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP, after which those of
-    an accelerator come (`shapes.accelerator`). Collective over the model's ranks.
+    With ``distributed`` the parameters move into buffers of the distributed optimizer: views of parameters
+    from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator its
+    defaults (`shapes.accelerator`) fill in the others. Collective over the model's ranks.
     """
     values: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
-    # Weights are gathered in the forward pass only where gradients are reduced in the backward pass.
+
+    # Overlap of both: Megatron gathers weights in the forward pass only if gradients are reduced during the
+    # backward pass. A host has nothing to overlap.
     overlaps_gather = distributed and values.get("overlap_grad_reduce", not device.on_host())
     if not device.on_host():
         role = AcceleratedRole(
@@ -95,6 +97,8 @@ class Optimizer:
     ) -> None:
         self.model = model
         self.config = config
+
+        # A constant schedule ends at the learning rate, not at Megatron's default of 0.
         floor = config.minimum_learning_rate or 0.0
         if config.minimum_learning_rate is None and config.decay == "constant":
             floor = config.learning_rate
@@ -116,18 +120,22 @@ class Optimizer:
         assert config.distributed or not config.offload, "checked before"
         with model.scope(), _gathering_over(model.groups.all), _on_the_host(settings):
             self.megatron: Any = get_megatron_optimizer(
-                settings, _chunks(model), use_gloo_process_groups=False,
+                settings,
+                _chunks(model),
+                use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
-            )  # fmt: skip
+            )
+
         if hasattr(self.megatron, "chained_optimizers"):
-            # Where experts alone train, the optimizer of dense weights is empty on all ranks, and Megatron
-            # cannot save it.
+            # If only experts train, the optimizer of dense weights is empty on all ranks, and Megatron cannot
+            # save it.
             self.megatron.chained_optimizers = self.parts
         for optimizer in self.parts:
             if optimizer.init_state_fn is None:
-                # SGD has none, but Megatron calls it when a checkpoint is loaded.
+                # SGD has no state, but Megatron calls the function when a checkpoint is loaded.
                 optimizer.init_state_fn = _no_initial_state
 
+        # A step of the schedule is an optimizer step; scripts of Megatron-LM count samples.
         self.increment = 1
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -135,6 +143,7 @@ class Optimizer:
             max_lr=config.learning_rate,
             min_lr=floor,
             lr_warmup_steps=config.warmup_steps,
+            # Megatron requires more steps in total than in the warmup.
             lr_decay_steps=max(steps, config.warmup_steps + 1),
             lr_decay_style=config.decay,
             start_wd=config.weight_decay,
@@ -184,6 +193,7 @@ class Optimizer:
         are not finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the
         model's ranks.
         """
+        # The rate of this step: the scheduler sets the next one at the end.
         learning_rate = self.learning_rate
         with self.model.scope():
             outcome: Any = self.megatron.step()
@@ -194,6 +204,7 @@ class Optimizer:
                     if wrapped.use_forward_hook:
                         wrapped.start_param_sync(force_sync=True)
 
+        # Refuse to continue rather than to skip the step: the weights may already be wrong.
         successful, norm, _ = outcome
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
@@ -201,6 +212,7 @@ class Optimizer:
                 f"the gradient norm is {norm}: a loss, a log-prob or a gradient was not finite; resume from "
                 "the last checkpoint"
             )
+
         self.scheduler.step(self.increment)
         return Metrics.of({"grad_norm": norm, "learning_rate": learning_rate})
 
@@ -272,18 +284,22 @@ class HostOptimizer(HybridDeviceOptimizer):
             # A simulation does not count the host's memory.
             return [], [], {}, {}, {}
 
-        copies = {
-            parameter: torch.empty(
-                parameter.shape, dtype=torch.float32, device=device.host(), pin_memory=self.pin_cpu_params
-            ).copy_(parameter.detach())
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
-        groups = [
-            {**group, "params": [copies[parameter] for parameter in group["params"]]}
-            for group in self.param_groups
-            if group["params"]
-        ]
+        copies: dict[Any, Tensor] = {}
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                host_copy = torch.empty(
+                    parameter.shape,
+                    dtype=torch.float32,
+                    device=device.host(),
+                    pin_memory=self.pin_cpu_params,
+                )
+                copies[parameter] = host_copy.copy_(parameter.detach())
+            if group["params"]:
+                groups.append({**group, "params": [copies[parameter] for parameter in group["params"]]})
+
+        # Groups of the host, groups of the device (none), and three maps: parameters to copies, copies to
+        # parameters, and parameters to their float32 copies.
         parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
         return groups, [], copies, parameters_by_copy, dict(copies)
 
@@ -298,18 +314,22 @@ def set_states(
     parameter: Any,
     states: Mapping[str, Tensor],
 ) -> None:
-    """Set some states of a parameter's shard in one of Megatron's distributed optimizers."""
+    """Set the optimizer states ``states`` of a parameter's shard, by name; its other states stay.
+
+    ``sub_optimizer`` is one of Megatron's distributed optimizers.
+    """
     current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):
         # Copied: Megatron would keep the tensors, which may be slices of larger ones.
         for name, value in states.items():
             current[name].copy_(value)
-    else:
-        device_states = {name: value.to(current[name].device) for name, value in states.items()}
-        # The class's method, because a restore replaces the instance's.
-        type(sub_optimizer)._set_main_param_and_optimizer_states(
-            sub_optimizer, parameter, {**current, **device_states}
-        )
+        return
+
+    # The class's method, because a restore replaces the instance's.
+    device_states = {name: value.to(current[name].device) for name, value in states.items()}
+    type(sub_optimizer)._set_main_param_and_optimizer_states(
+        sub_optimizer, parameter, {**current, **device_states}
+    )
 
 
 class _UnshardedParameters(HostOptimizer):
@@ -323,23 +343,25 @@ class _UnshardedParameters(HostOptimizer):
 def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
 
-    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept leaves alone.
+    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept only leaf tensors.
     """
     if not settings.optimizer_cpu_offload:
         yield
         return
+
     # The values that Megatron derives for its precision-aware optimizer, which has no master weights on the
     # device. Megatron's derivation requires Transformer Engine, whose optimizer is not used here.
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
 
-    modules = (megatron_optimizer, _UnshardedParameters), (distrib_optimizer, HostOptimizer)
-    for module, optimizer_class in modules:
+    # Megatron builds the optimizer twice: over complete parameters, then over this rank's shards.
+    replacements = {megatron_optimizer: _UnshardedParameters, distrib_optimizer: HostOptimizer}
+    for module, optimizer_class in replacements.items():
         setattr(module, "HybridDeviceOptimizer", optimizer_class)
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, _ in modules:
+        for module in replacements:
             setattr(module, "HybridDeviceOptimizer", HybridDeviceOptimizer)

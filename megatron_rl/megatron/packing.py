@@ -19,7 +19,7 @@ SEARCHED = 64
 """Largest number of rows for which a tighter packing is searched. With more rows, one micro-batch too many is
 a small fraction of the work."""
 LENGTH_MULTIPLE = 8
-"""Divisor of the longest row's bound that attention kernels are given."""
+"""Attention kernels get a multiple of this as the bound of the longest row."""
 STEPS = 20_000
 """Largest number of placements that a search tries, a few hundredths of a second."""
 
@@ -30,6 +30,7 @@ def balance(work: Sequence[float], bins: int) -> list[list[int]]:
     Equal inputs give equal outputs; items keep their order inside a bin. Longest-processing-time rule
     (Graham 1969): the largest sum is at most 4/3 of the best possible.
     """
+    # Equal loads are ordered by the bin's index, equal works by the item's: every rank gets the same result.
     loads = [(0.0, index) for index in range(bins)]
     heapq.heapify(loads)
 
@@ -56,23 +57,30 @@ def partition(
     multiple: int = 1,
     tokens_per_quadratic: float = 1e9,
 ) -> list[list[list[int]]]:
-    """Return the rows per data-parallel rank per micro-batch, as many micro-batches on every rank.
+    """Return the rows of each micro-batch of each data-parallel rank; every rank gets equally many.
 
     Rows are first distributed over ranks by `row_work`. The number of micro-batches is the smallest
     multiple of ``multiple`` at which every rank stays within ``tokens_per_microbatch``; a longer row gets a
-    micro-batch of its own. Where the ranks' shares need more micro-batches than all rows packed together,
-    the packed micro-batches are distributed instead. Micro-batches may be empty where rows are few.
+    micro-batch of its own. If the ranks' shares need more micro-batches than all rows packed together, the
+    packed micro-batches are distributed instead. With few rows some micro-batches are empty.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
     least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
     count = -(-max(1, least_count) // multiple) * multiple
 
+    # Balance rows over ranks, then pack each rank's share on its own.
     shares = balance(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []
     for share in shares:
         bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
-            return _pack_all_rows(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
+            return _pack_all_rows(
+                lengths,
+                data_parallel,
+                tokens_per_microbatch,
+                count,
+                tokens_per_quadratic,
+            )
         microbatches.append([[share[index] for index in items] for items in bins])
     return microbatches
 
@@ -107,7 +115,11 @@ def _fit(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Put rows into ``count`` bins within the budget: balanced if that fits, otherwise packed; else None."""
+    """Distribute rows over ``count`` bins within the budget: balanced if that fits, otherwise packed.
+
+    Returns None if neither fits. A row over the budget fits if it is alone in its bin.
+    """
+    # Balanced bins are preferred: micro-batches of equal size leave no pipeline stage waiting.
     balanced = balance([float(length) for length in lengths], count)
     if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
         return balanced
@@ -128,9 +140,9 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (room, bin), sorted
+    room: list[tuple[int, int]] = []  # (free tokens, index of the bin), sorted
 
-    # Each item goes into the fullest bin that it fits into.
+    # Each item goes into the fullest bin that has room for it.
     for item in order:
         position = bisect.bisect_left(room, (lengths[item], 0))
         if position == len(room):
@@ -141,6 +153,7 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bins[index].append(item)
             bisect.insort(room, (free - lengths[item], index))
 
+    # Search for a packing with one bin less, until the lower bound is reached or the search fails.
     if len(order) <= SEARCHED:
         lower_bound = fewest_bins(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in order]
@@ -159,12 +172,15 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> int:
     or more; items over half a bin need bins of their own; the remaining items of k or more that do not fit
     into the room of those need further bins.
     """
+    # The sum of all items is the simplest bound.
     sizes = sorted(min(length, budget) for length in lengths)
     bound = -(-sum(sizes) // budget)
-    for smallest in {0, *(size for size in sizes if 2 * size <= budget)}:
+
+    half_or_less = [size for size in sizes if 2 * size <= budget]
+    for smallest in {0, *half_or_less}:
         large = [size for size in sizes if size > budget - smallest]
         medium = [size for size in sizes if budget - smallest >= size and 2 * size > budget]
-        small_tokens = sum(size for size in sizes if 2 * size <= budget and size >= smallest)
+        small_tokens = sum(size for size in half_or_less if size >= smallest)
         overflow = small_tokens - (len(medium) * budget - sum(medium))
         bound = max(bound, len(large) + len(medium) + max(0, -(-overflow // budget)))
     return bound
@@ -187,11 +203,13 @@ def _search(
         item, size = items[depth]
 
         # Bins with equal room are alike: try one of each.
-        candidates = {free: index for index, free in enumerate(room) if free >= size}
-        for index in candidates.values():
+        bin_by_room = {free: index for index, free in enumerate(room) if free >= size}
+        for index in bin_by_room.values():
             steps += 1
             if steps > STEPS:
                 return False
+
+            # Undo the placement if the remaining items do not fit.
             bins[index].append(item)
             room[index] -= size
             if place(depth + 1):
@@ -207,9 +225,9 @@ def _search(
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    `PackedAttention` uses ``buckets`` and ``restore`` on hosts, all others ``boundaries``. The
-    ``qkv_format`` "rows" is not one of Megatron's, whose own treatment of packed sequences ("thd") is thus
-    skipped.
+    `PackedAttention` uses ``buckets`` and ``restore`` on hosts; kernels of accelerators use ``boundaries``.
+    The ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
+    sequences ("thd").
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``
     [0, 1, 2].
@@ -230,7 +248,10 @@ class PackedRows(PackedSeqParams):
         return sum(bucket.numel() for bucket in self.buckets)
 
     def fill(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...]; gradients of padding must be zero."""
+        """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...].
+
+        The gradients of padding must be zero.
+        """
         return _Fill.apply(tokens, self)
 
     def join(self, buckets: Sequence[Tensor]) -> Tensor:
@@ -252,10 +273,12 @@ class _Fill(torch.autograd.Function):
         packed: PackedRows,
     ) -> tuple[Tensor, ...]:
         ctx.restore = packed.restore
-        return tuple(
-            tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
-            for index in packed.buckets
-        )
+        features = tokens.shape[1:]
+        buckets = []
+        for index in packed.buckets:
+            bucket = tokens.index_select(0, index.flatten())
+            buckets.append(bucket.view(*index.shape, *features))
+        return tuple(buckets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -267,7 +290,11 @@ class _Join(torch.autograd.Function):
     """Gather out of buckets; the backward pass copies each gradient to its token and zeros to padding."""
 
     @staticmethod
-    def forward(ctx: Any, packed: PackedRows, *buckets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        packed: PackedRows,
+        *buckets: Tensor,
+    ) -> Tensor:
         ctx.packed = packed
         return _concatenate(buckets).index_select(0, packed.restore)
 
@@ -281,7 +308,10 @@ class _Join(torch.autograd.Function):
 
 
 def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
-    return buckets[0] if len(buckets) == 1 else torch.cat(list(buckets))
+    """Concatenate buckets, without a copy of a single one."""
+    if len(buckets) == 1:
+        return buckets[0]
+    return torch.cat(list(buckets))
 
 
 def pack_rows(
@@ -294,6 +324,7 @@ def pack_rows(
     Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
     a quarter and nothing else pads at all. ``context_rank`` of ``context`` equal shards is this rank's.
     """
+    # Rows of each bucket, and the position of each row's first token.
     starts = [0]
     rows_by_size: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
@@ -310,9 +341,10 @@ def pack_rows(
         last = torch.tensor([starts[row + 1] - 1 for row in rows])
         columns = torch.arange(row_length)
 
-        # Past its end a row repeats its last token, which causal attention keeps away from its real tokens.
-        index = torch.minimum(first[:, None] + columns, last[:, None])
-        real = first[:, None] + columns <= last[:, None]
+        # Past its end a row repeats its last token; under causal attention no real token attends to those.
+        unclamped = first[:, None] + columns
+        index = torch.minimum(unclamped, last[:, None])
+        real = unclamped <= last[:, None]
         bucket_index = torch.arange(index.numel()).view_as(index) + offset
         restore[index[real]] = bucket_index[real]
 
@@ -338,9 +370,9 @@ def pack_whole_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows in the form of attention between boundaries, unpadded.
+    """Return the boundaries of consecutive rows for attention between boundaries, in host memory.
 
-    They are in host memory.
+    No row is padded. ``context_rank`` of ``context`` equal shards is this rank's.
     """
     return PackedRows(
         qkv_format="rows",
@@ -349,7 +381,12 @@ def pack_whole_rows(
     )
 
 
-def _positions(lengths: Sequence[int], context_rank: int, context: int) -> Tensor:
+def _positions(
+    lengths: Sequence[int],
+    context_rank: int,
+    context: int,
+) -> Tensor:
+    """Return the positions in their rows of the tokens of one context-parallel shard."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     return positions.chunk(context)[context_rank]
 

@@ -25,22 +25,25 @@ from megatron_rl.weights.trace import CopyRecorder, merge_boxes
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's share of every parameter: its rank and the number of ranks that shard, by kind of parallelism.
+    """A rank's part of every parameter: its rank and the number of ranks, by kind of parallelism.
 
     Example: ``Shard(tensor=1, tensor_size=2)`` is the second half of each tensor-parallel parameter.
     """
 
     tensor: int = 0
+    """Rank in the tensor-parallel group."""
     tensor_size: int = 1
     expert: int = 0
+    """Rank in the expert-parallel group, whose ranks have different experts."""
     expert_size: int = 1
     expert_tensor: int = 0
+    """Rank in the group that shards the weights of one expert."""
     expert_tensor_size: int = 1
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's share of one parameter, and the attention heads that order its rows."""
+    """A rank's part of one parameter, and the attention heads that order its rows."""
 
     index: int
     """Rank among those that shard the parameter."""
@@ -55,7 +58,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _SourceRows:
-    """Rows of a checkpoint tensor that belong to a source."""
+    """Rows that one `Source` selects in a checkpoint tensor."""
 
     tensor: Tensor
     """The complete checkpoint tensor."""
@@ -68,14 +71,14 @@ class _SourceRows:
 
     @property
     def complete(self) -> Tensor:
-        """Return all rows, which are contiguous."""
+        """Return all rows, which must be contiguous."""
         assert self.source.runs == 1, self.source
         if len(self.tensor) == self.count:
             return self.tensor
         return self.tensor.narrow(0, self.source.first, self.count)
 
     def copy_to(self, target: Tensor, begin: int) -> None:
-        """Copy rows of the source, from row ``begin`` on, into ``target``."""
+        """Fill ``target`` with the source's rows from row ``begin`` on."""
         position = 0
         for row, rows in self.source.pieces(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
@@ -86,12 +89,22 @@ CopyRule = Callable[[Tensor, Sequence[_SourceRows], _Cut], None]
 """Fill a parameter from the Hugging Face tensors in it: target, sources, cut."""
 
 
-def _copy_complete(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _copy_complete(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
+    """Fill a parameter that every rank has completely."""
     (source,) = sources
     target.copy_(source.complete)
 
 
-def _rows(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _rows(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
+    """Fill this rank's shard of the rows, or all rows of a replicated parameter."""
     (source,) = sources
     if len(target) == source.count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
@@ -100,13 +113,22 @@ def _rows(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     source.copy_to(target, cut.index * (source.count // cut.count))
 
 
-def _columns(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _columns(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
+    """Fill this rank's shard of the columns."""
     (source,) = sources
     columns = source.complete.shape[1] // cut.count
     target.copy_(source.complete.narrow(1, cut.index * columns, columns))
 
 
-def _sections(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _sections(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
     """Fill the sections one after the other, each with this rank's part of its source."""
     position = 0
     for source in sources:
@@ -115,18 +137,23 @@ def _sections(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None
         position += rows
 
 
-def _query_key_value(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _query_key_value(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
     """Interleave by group: the queries of a group, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
     query_rows = cut.heads_per_group * cut.head_dim
-    # Queries may have gates.
+    # Key and value are the last two sources; before them are the queries and, in some families, their gates.
     group_sizes = [query_rows] * (len(sources) - 2) + [cut.head_dim, cut.head_dim]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
     for group in range(cut.groups):
         for source, size in zip(sources, group_sizes, strict=True):
+            # Overlap of these rows with the target's.
             low = max(position, target_begin)
             high = min(position + size, target_begin + rows)
             if low < high:
@@ -135,12 +162,21 @@ def _query_key_value(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) 
             position += size
 
 
-def _stacked(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _stacked(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
+    """Fill a replicated parameter with its complete sources, one after the other."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
         target_slice.copy_(source.complete)
 
 
-def _vocabulary(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+def _vocabulary(
+    target: Tensor,
+    sources: Sequence[_SourceRows],
+    cut: _Cut,
+) -> None:
     """Fill the rows of tokens; further rows pad the vocabulary to equal shards."""
     (source,) = sources
     begin = cut.index * target.shape[0]
@@ -176,6 +212,7 @@ def import_parameters(
     complete tensors, or meta tensors in their place, by checkpoint name. Rows that pad the vocabulary stay
     unchanged. Raises UserError for a parameter without a rule.
     """
+    # Experts are cut over groups of their own.
     shape = model.shape
     heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
     dense_cut = _Cut(shard.tensor, shard.tensor_size, *heads)
@@ -187,6 +224,8 @@ def import_parameters(
     layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
+
+        # Embedding, final norm and output layer.
         if match is None:
             if name not in outer:
                 raise _without_rule(name, outer)
@@ -194,6 +233,7 @@ def import_parameters(
             _COPY_RULES[outer[name].cut](target, rows, dense_cut)
             continue
 
+        # A layer's table is made once for all its parameters.
         layer = int(match.group(1))
         if layer not in layer_weights:
             layer_weights[layer] = by_name(model.weights(layer))
@@ -207,19 +247,24 @@ def import_parameters(
         expert_match = EXPERT.search(name_in_layer)
         if expert_match is not None:
             expert = shard.expert * experts_per_rank + int(expert_match.group(2))
+
         prefix = LAYER.format(layer=layer)
-        rows = [
-            _SourceRows(sources[prefix + source.name.format(expert=expert)], source)
-            for source in weight.sources
-        ]
-        _COPY_RULES[weight.cut](target, rows, expert_cut if weight.expert else dense_cut)
+        rows = []
+        for source in weight.sources:
+            tensor_name = prefix + source.name.format(expert=expert)
+            rows.append(_SourceRows(sources[tensor_name], source))
+        cut = dense_cut
+        if weight.expert:
+            cut = expert_cut
+        _COPY_RULES[weight.cut](target, rows, cut)
 
 
 def _without_rule(parameter: str, available: Iterable[str]) -> UserError:
+    """Return the error for a parameter of a user's model that is not called as Megatron's."""
     return UserError(
-        f"nothing says which of the checkpoint's tensors the parameter {parameter} holds",
+        f"the checkpoint's tensors for the parameter {parameter} are unknown",
         where="model.weights",
-        expected=f"a parameter called as Megatron's own: {', '.join(available)}",
+        expected=f"one of Megatron's parameter names: {', '.join(available)}",
         got=parameter,
         fix='write NAMES = {"your name": "Megatron\'s name"} into a file, without decoder.layers.N. in both, '
         "and set model.weights=that_file.py:NAMES",
@@ -236,13 +281,15 @@ def trace_import(
 ) -> list[TensorBox]:
     """Return the boxes of Hugging Face tensors in meta parameters, which are named over the whole model.
 
-    Boxes name the parameters as ``storages`` does, if given. ``shapes`` are the checkpoint's tensor shapes,
-    if the caller has them. Raises CoverageError unless every element except for the padding of the vocabulary
-    is filled exactly once.
+    ``storages`` maps these names to the names in the boxes, if those differ. ``shapes`` are the checkpoint's
+    tensor shapes, if the caller has them. Raises CoverageError unless every element except for the padding of
+    the vocabulary is filled exactly once.
     """
     storages = storages or {}
     tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}
     recorder = CopyRecorder({}, tensors_by_storage, rank)
+
+    # The import itself, on tensors without memory: a second implementation of its rules could differ.
     with torch.no_grad(), recorder:
         sources = _MetaTensors(shapes or model.tensor_shapes(), recorder)
         import_parameters(parameters, sources, model, shard)
@@ -259,7 +306,7 @@ def trace_import(
 
 
 class _MetaTensors(Mapping[str, Tensor]):
-    """Meta tensors of a checkpoint, created on first use, since a large model has very many."""
+    """Meta tensors of a checkpoint, created on first use: a large model has very many."""
 
     def __init__(
         self,
@@ -299,9 +346,12 @@ def shard_of(model: Chunked) -> Shard:
     """Return this rank's share of every parameter, from the model's process groups."""
     groups = model.chunks[0].pg_collection
 
+    # A user's own collection may lack the groups of experts.
     def rank_and_size(name: str) -> tuple[int, int]:
         group = getattr(groups, name, None)
-        return (group.rank(), group.size()) if group is not None else (0, 1)
+        if group is None:
+            return 0, 1
+        return group.rank(), group.size()
 
     return Shard(*rank_and_size("tp"), *rank_and_size("ep"), *rank_and_size("expt_tp"))
 
@@ -316,6 +366,8 @@ def global_name(model: Chunked, storage: str) -> str:
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return names.get(name, name)
+
+    # Megatron numbers layers from 1, over the whole model.
     layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
     name_in_layer = name[match.end() :]
     return f"decoder.layers.{layer}.{names.get(name_in_layer, name_in_layer)}"

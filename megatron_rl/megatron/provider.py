@@ -1,4 +1,8 @@
-"""Models that the user's own code builds, in a role's groups, and that are then adapted to packed rows."""
+"""Models that the user's own code builds (``model.provider``), in a role's groups and adapted to packed rows.
+
+The user's code may read Megatron's process-global groups and arguments, which are set while it runs; the
+result is then checked against config.json and the layout, field by field.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,8 @@ GROUPS = {
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "all",
 }
 """Megatron's process-global groups -> the role's groups, by attribute of `ParallelGroups`."""
-# Newer versions have variants of some groups, for weights that are stored in parts, which are not used here.
+# 0.19 has variants of some groups, for weights that are stored in parts. They are not used here and equal the
+# plain groups.
 GROUPS |= {
     f"{name}{suffix}": group
     for name, group in GROUPS.items()
@@ -76,7 +81,7 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
-"""Fields of a provider's TransformerConfig that must have the expected value, besides the run's own."""
+"""Fields of a provider's TransformerConfig that must equal the spec's, besides those that the run sets."""
 _WITHOUT_EFFECT = CHANGED_FIELDS | {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
@@ -103,12 +108,14 @@ class Provider:
     arguments: Namespace
     """Megatron-LM's arguments, for code that reads them."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Its parameter names -> Megatron's, below ``decoder.layers.N`` or, outside of layers, complete."""
+    """Its parameter names -> Megatron's; those of a layer without the prefix ``decoder.layers.N.``"""
 
     def of(self, spec: ModelSpec) -> Provider:
         """Return the provider with Megatron-LM arguments for the layout, precision and dropout of a spec."""
         values = {**vars(self.arguments)}
         values |= {name: getattr(spec.transformer_config, name) for name in spec.set_fields}
+
+        # Megatron-LM's `vocab_size_with_padding`.
         multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
         values["padded_vocab_size"] = -(-spec.model.shape.vocab // multiple) * multiple
         return replace(self, arguments=Namespace(**values))
@@ -120,6 +127,7 @@ class Provider:
         stage: int | None = None,
     ) -> Iterator[None]:
         """Set Megatron's global groups to the role's and, unless it is set, Megatron-LM's ``get_args()``."""
+        # Absent unless the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
             with global_groups(groups, stage):
@@ -147,10 +155,13 @@ class Provider:
         layout = groups.layout
         pre_process = groups.is_first_stage and stage == 0
         post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
+        vp_stage = None
+        if layout.virtual_pipeline > 1:
+            vp_stage = stage
         values = (
             pre_process,
             post_process,
-            stage if layout.virtual_pipeline > 1 else None,
+            vp_stage,
             config,
             groups.megatron,
             self.arguments,
@@ -162,6 +173,7 @@ class Provider:
         for name, value in zip(PROVIDER_ARGUMENTS, values, strict=True):
             if name in parameters:
                 arguments[name] = value
+
         with self.scope(groups, stage), _norms_of_any_layout():
             try:
                 chunk = self.function(**arguments)
@@ -186,13 +198,14 @@ def check_chunk(
     post_process: bool,
     spec: ModelSpec,
 ) -> None:
-    """Raise UserError unless a chunk belongs to the model of a spec; set the fields that the trainer decides.
+    """Raise UserError unless a chunk is one of a spec's model; set the fields that the trainer decides.
 
-    ``subject`` names the code that built it, for errors.
+    ``pre_process`` and ``post_process`` if the chunk has the embedding and the output layer. ``subject``
+    names the code that built it, for errors.
     """
     if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
         raise UserError(
-            "the model provider returned something else than a bare GPTModel",
+            "the model provider did not return a bare GPTModel",
             where=subject,
             expected="a module with decoder.layers, not yet wrapped in Float16Module or DDP",
             got=type(chunk).__name__,
@@ -205,12 +218,16 @@ def check_chunk(
         ("post_process", "output_layer", post_process),
     ):
         if hasattr(chunk, module) != is_expected:
-            article = "a" if is_expected else "no"
+            article = "no"
+            got = f"chunk.{module}"
+            if is_expected:
+                article = "a"
+                got = "none"
             raise UserError(
                 f"the model provider does not follow {argument}",
                 where=subject,
                 expected=f"{article} chunk.{module} where {argument} is {is_expected}",
-                got="none" if is_expected else f"chunk.{module}",
+                got=got,
                 fix=f"pass {argument} on to GPTModel",
             )
 
@@ -225,15 +242,15 @@ def check_chunk(
         got = getattr(config, name, None)
         if expected != got:
             raise UserError(
-                "the model is another than config.json and the layout describe",
+                "the model differs from the one that config.json and the layout describe",
                 where=subject,
                 expected=f"{name}: {expected}",
                 got=f"{name}: {got}",
-                fix="correct the code's settings, which a provider is given as `config`, or name the right "
+                fix="correct the code's settings, which a provider gets as `config`, or name the right "
                 "config.json",
             )
 
-    # Some of Megatron's layers have copies of the configuration.
+    # Some of Megatron's layers have copies of the configuration: set each distinct one.
     for config_copy in {id(config): config for config in _configs(chunk)}.values():
         for name in _SCHEDULED & vars(config_copy).keys():
             setattr(config_copy, name, getattr(spec.transformer_config, name))
@@ -251,19 +268,23 @@ def load_provider(
     names_path: str | None,
     arguments: Mapping[str, Any],
 ) -> Provider:
-    """Return the provider ``module:function`` or ``file.py:function``; raises UserError if it does not exist.
+    """Load a provider from ``module:function`` or ``file.py:function``.
 
-    ``names_path`` is the mapping of its parameter names, likewise.
+    ``names_path`` is the path, of the same form, of the mapping from its parameter names to Megatron's.
+    Raises UserError if either does not exist.
     """
-    names = {} if names_path is None else load_path(names_path, "model.weights")
+    names = {}
+    if names_path is not None:
+        names = load_path(names_path, "model.weights")
     if not isinstance(names, Mapping):
         raise UserError(
-            "the names of parameters are no mapping",
+            "model.weights is not a mapping of parameter names",
             where="model.weights",
             expected='NAMES = {"your name": "Megatron\'s name"}',
             got=f"{names_path} is a {type(names).__name__}",
-            fix="correct it, or name another",
+            fix="make it a dict, or name another object",
         )
+
     return Provider(path, load_path(path, "model.provider"), Namespace(**arguments), names)
 
 
@@ -277,15 +298,22 @@ def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[
     values: dict[str, Any] = {name: getattr(groups, attribute) for name, attribute in GROUPS.items()}
     for name, attribute in _RANKS.items():
         group = getattr(groups, attribute)
-        values[name] = dist.get_process_group_ranks(group) if group is not None else None
+        values[name] = None
+        if group is not None:
+            values[name] = dist.get_process_group_ranks(group)
+
     # Megatron has this group without context parallelism alone; then it equals the one with it.
     values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
     if groups.layout.context == 1:
         values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context
     values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = values["_PIPELINE_GLOBAL_RANKS"][:1]
-    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline if is_interleaved else None
-    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage if is_interleaved else None
-    # Sizes and ranks that override those of the groups.
+    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = None
+    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None
+    if is_interleaved:
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage
+
+    # Clear sizes and ranks that would override the groups' own.
     values |= {name: None for name in vars(state) if name.startswith("_MPU_")}
 
     original_values = {name: getattr(state, name) for name in values}
@@ -302,11 +330,18 @@ def _norms_of_any_layout() -> Iterator[None]:
     original = WrappedTorchNorm.__new__
 
     def new_norm(
-        cls: Any, config: Any, hidden_size: int, *positional: Any, eps: float = 1e-5, **keywords: Any
+        cls: Any,
+        config: Any,
+        hidden_size: int,
+        *positional: Any,
+        eps: float = 1e-5,
+        **keywords: Any,
     ) -> Any:
         if config.normalization != "RMSNorm":
             return original(cls, config, hidden_size, *positional, eps=eps, **keywords)
-        return RmsNorm(config, hidden_size, positional[0] if positional else eps)
+        if positional:
+            eps = positional[0]
+        return RmsNorm(config, hidden_size, eps)
 
     setattr(WrappedTorchNorm, "__new__", new_norm)
     try:
@@ -318,9 +353,9 @@ def _norms_of_any_layout() -> Iterator[None]:
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
     """Replace attention and rotary angles of Megatron's layers by modules that take packed rows.
 
-    Both Megatron's plain layers and Transformer Engine's are supported; a user's own attention is not
-    replaced. If it occurs among Transformer Engine's layers, none is replaced: a chunk gets rows in one
-    format.
+    Both Megatron's plain layers and Transformer Engine's are supported. A user's own attention is never
+    replaced; if a chunk has one among Transformer Engine's layers, no layer is changed, because a chunk gets
+    rows in one format.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_rl.metrics import Metrics
 
 
 class Use(IntEnum):
-    """Parts of a model that a phase needs on the device; each level includes the levels before it."""
+    """Parts of a model that a phase needs on the device. Each level includes the parts of lower levels."""
 
     READ = 1
     """Weights, which the phase does not write: forward passes, export, weight sync."""
@@ -54,8 +54,11 @@ class Residency:
         self.optimizer: Optimizer | None = None
 
         self._uses: list[Use] = []
+        """Uses of the open `resident` blocks."""
         self._seconds = 0.0
         self._bytes = 0
+
+        # What each level adds to the lower ones.
         self._levels = {
             Use.READ: _OffloadedStorages(self._weight_storages),
             Use.STATE: _OffloadedStorages(self._state_storages),
@@ -68,8 +71,10 @@ class Residency:
         """Keep the parts of ``use`` on the device inside the block; blocks may nest."""
         self._uses.append(use)
         self._move()
+        base: AbstractContextManager[None] = nullcontext()
         try:
-            base = nullcontext() if self.base is None else self.base.resident(Use.READ)
+            if self.base is not None:
+                base = self.base.resident(Use.READ)
             with base:
                 yield
         finally:
@@ -129,6 +134,7 @@ class Residency:
         """Return the seconds and bytes of this rank's offloading and loading since the last call."""
         if not self.offload:
             return Metrics()
+
         metrics = Metrics({}, {"time/offload": self._seconds, "offload/bytes_max": float(self._bytes)})
         self._seconds = 0.0
         self._bytes = 0
@@ -158,9 +164,10 @@ class _OffloadedStorages:
         """Host buffers by the identity of their storage; they outlive loading, for reuse."""
 
     def copy_to_host(self) -> int:
-        """Start to copy the storages to the host, unless they are there; return the bytes copied."""
+        """Start to copy the storages to the host, unless they are offloaded; return the bytes copied."""
         if self._offloaded:
             return 0
+
         self._offloaded = {key: (storage, storage.nbytes()) for key, storage in self._storages().items()}
         if not self._copies:
             return 0
@@ -168,15 +175,20 @@ class _OffloadedStorages:
         copied_bytes = 0
         buffers: dict[int, Tensor] = {}
         for key, (storage, size) in self._offloaded.items():
+            # Page-locked memory is slow to allocate: use the buffer of the last time.
             buffer = self._host.get(key)
             is_new = False
             if buffer is None or len(buffer) != size:
                 buffer = device.host_buffer(size)
                 is_new = True
             buffers[key] = buffer
+
+            # A buffer that nothing has changed since is the copy already.
             if is_new or self.stale:
                 buffer.copy_(_bytes_of(storage), non_blocking=True)
                 copied_bytes += size
+
+        # Buffers of storages that no longer exist are dropped here.
         self._host = buffers
         self.stale = False
         return copied_bytes
@@ -203,6 +215,7 @@ class _OffloadedStorages:
 
 
 def _bytes_of(storage: Any) -> Tensor:
+    """Return a view of a storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -216,7 +229,8 @@ def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if tensor.device.type == device.device().type and tensor.numel() > 1 and storage.nbytes():
+        on_device = tensor.device.type == device.device().type
+        if on_device and tensor.numel() > 1 and storage.nbytes():
             storages.setdefault(_identity(tensor), storage)
     return storages
 
@@ -232,6 +246,7 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield main weights and moments of all of Megatron's optimizers."""
     if optimizer is None:
         return
+
     for megatron_optimizer in optimizer.parts:
         for group in megatron_optimizer.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

@@ -26,9 +26,11 @@ from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
 from megatron_rl.megatron.log_probs import Support, support_of
+from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition
+from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.progress import count_progress
@@ -73,6 +75,8 @@ class MicroBatch:
     """[n] sampling temperature of the selected tokens."""
     support: Support | None
     """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
+    rules: tuple[RowRules, ...] | None
+    """Rules that changed the logits before sampling; None without any."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
@@ -93,9 +97,9 @@ def build_microbatches(
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
-    where sampling was truncated; ``experts`` where routers replay recorded choices. ``select`` [N] bool
-    marks the tokens to compute outputs for: with ``before`` from the hidden state of the preceding token,
-    which predicts it, otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
+    if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
+    tokens with outputs: with ``before`` from the hidden state of the preceding token, which predicts it,
+    otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
     such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
@@ -119,9 +123,12 @@ def build_microbatches(
     )
     micros = []
     for units in shares[data_rank]:
-        rows = [row for first in units for row in range(first * unit, (first + 1) * unit)]
+        rows: list[int] = []
+        for number in units:
+            rows += range(number * unit, (number + 1) * unit)
         micros.append(_pack(model, batch, rows, select, before, has_loss))
 
+    # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
     tokens = sum(micro.tokens for micro in micros)
     padding = Metrics.mean("padding/fraction", padded_tokens - tokens, padded_tokens)
@@ -219,6 +226,7 @@ def _pack(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
+        rules=_rules(batch, rows, lengths, tokens, selected),
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -232,9 +240,9 @@ def _routed(
     positions: Tensor,
     padding: int,
 ) -> RoutedTokens | None:
-    """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding.
+    """Return the expert routing of this rank's tokens of a micro-batch, None for a model without a `Routing`.
 
-    ``rows`` are those of the tokens.
+    ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
     if model.routing is None:
         return None
@@ -263,11 +271,25 @@ def _routed(
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``, None where sampling filtered no token out."""
+    """Return the supports of the tokens at ``positions``; None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
     return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
+
+
+def _rules(
+    batch: Any,
+    rows: list[int],
+    lengths: Tensor,
+    tokens: Tensor,
+    selected: Tensor,
+) -> tuple[RowRules, ...] | None:
+    """Return the rules of the selected tokens; None if sampling changed no logits."""
+    rules = getattr(batch, "rules", None)
+    if rules is None:
+        return None
+    return build_row_rules([rules[row] for row in rows], lengths, tokens, selected)
 
 
 def forward_only(
@@ -278,29 +300,47 @@ def forward_only(
     *,
     before: bool = True,
     record: bool = False,
+    guard: PassGuard | None = None,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token. Every rank of
-    the last stage gets the outputs of its data-parallel share, other ranks an empty list. Collective over
-    the model's ranks.
+    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token; ``guard``
+    repeats a pass that runs out of memory. Every rank of the last stage gets the outputs of its data-parallel
+    share, other ranks an empty list. Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before)
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
-    for chunk in model.wrapped:
-        chunk.eval()
-    with torch.no_grad():
-        scores = _run(model, micros, collect, forward_only=True)
+    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
+        micros, _ = build_microbatches(model, batch, tokens, select, before)
+        for chunk in model.wrapped:
+            chunk.eval()
+        with torch.no_grad():
+            return micros, _run(model, micros, collect, forward_only=True, guard=guard)
 
+    micros, scores = _guarded(guard, compute, tokens_per_microbatch, batch)
     if not record:
         return scores
 
     # Collective, so every stage takes part; only the last stage has scores to add the experts to.
     recorded = _recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
+
+
+def _guarded(
+    guard: PassGuard | None,
+    compute: Callable[[int], Result],
+    tokens_per_microbatch: int,
+    batch: Any,
+    unit: int = 1,
+    clear: Callable[[], None] | None = None,
+) -> Result:
+    """Run a pass with the guard, if there is one; ``clear`` as for `PassGuard.run`."""
+    if guard is None:
+        return compute(tokens_per_microbatch)
+    unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
+    return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
 def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
@@ -344,22 +384,26 @@ def forward_backward(
     *,
     before: bool = True,
     unit: int = 1,
+    guard: PassGuard | None = None,
+    clear: Callable[[], None] | None = None,
 ) -> tuple[list[TokenScores], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``before`` and ``unit`` as in `build_microbatches`. Returns what `forward_only` would return with these
-    weights, and this rank's metrics; stages before the last have the padding metrics alone. Collective over
-    the model's ranks.
+    ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
+    after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
+    and this rank's metrics; stages before the last have the padding metrics alone. Collective over the
+    model's ranks.
     """
-    micros, metrics = build_microbatches(
-        model, batch, tokens_per_microbatch, select, before, unit, has_loss=True
-    )
-    for chunk in model.wrapped:
-        chunk.train()
-    results = _run(model, micros, _loss_function(objective), forward_only=False)
 
+    def compute(tokens: int) -> tuple[list[Any], Metrics]:
+        micros, padding = build_microbatches(model, batch, tokens, select, before, unit, has_loss=True)
+        for chunk in model.wrapped:
+            chunk.train()
+        return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
+
+    results, metrics = _guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -376,16 +420,29 @@ def forward_loss(
     *,
     before: bool = True,
     unit: int = 1,
+    guard: PassGuard | None = None,
 ) -> Metrics:
     """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
 
     Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit, has_loss=True)
-    for chunk in model.wrapped:
-        chunk.eval()
-    with torch.no_grad():
-        results = _run(model, micros, _loss_function(objective), forward_only=True)
+
+    def compute(tokens: int) -> list[Any]:
+        micros, _ = build_microbatches(
+            model,
+            batch,
+            tokens,
+            select,
+            before,
+            unit,
+            has_loss=True,
+        )
+        for chunk in model.wrapped:
+            chunk.eval()
+        with torch.no_grad():
+            return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
+
+    results = _guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
@@ -409,15 +466,19 @@ def _run(
     micros: Sequence[MicroBatch],
     loss_function: Callable[..., tuple[Tensor, Any]],
     forward_only: bool,
+    guard: PassGuard | None = None,
 ) -> list[Any]:
     """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
 
-    ``loss_function(micro-batch, *outputs)`` returns (loss, result). Collective over the model's ranks.
+    ``loss_function(micro-batch, *outputs)`` returns (loss, result). ``guard`` learns where the micro-batches
+    begin and end. Collective over the model's ranks.
     """
     layout = model.groups.layout
     config = model.transformer_config
     interleaved = layout.virtual_pipeline > 1
-    config.finalize_model_grads_func = None if forward_only else _finalize_gradients
+    config.finalize_model_grads_func = None
+    if not forward_only:
+        config.finalize_model_grads_func = partial(_finalize_gradients, guard)
 
     # Each virtual stage consumes a separate iterator over the micro-batches.
     iterators = [iter(micros) for _ in model.wrapped]
@@ -429,16 +490,29 @@ def _run(
 
     communicator = None
     if layout.pipeline > 1:
-        shards = layout.tensor if config.sequence_parallel else 1
+        # Sequence parallelism divides the activations between stages, too.
+        shards = 1
+        if config.sequence_parallel:
+            shards = layout.tensor
         tokens = [micro.inputs.shape[1] // shards for micro in micros]
-        communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
+        communicator = PipelineExchange(
+            model.groups.pipeline,
+            config,
+            tokens,
+            layout.virtual_pipeline,
+        )
 
     if model.routing is not None:
         model.routing.begin(trains=not forward_only)
 
-    run = get_forward_backward_func(layout.pipeline, layout.virtual_pipeline if interleaved else None)
+    virtual_pipeline = None
+    if interleaved:
+        virtual_pipeline = layout.virtual_pipeline
+    run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
+    if guard is not None:
+        guard.begin(max(micro.tokens for micro in micros))
     with model.scope():
-        results = run(
+        results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
             data_iterator=data_iterator,
             model=chunks,
@@ -449,6 +523,9 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=model.groups.megatron,
         )
+        # A training pass ends before its reduction, see `_finalize_gradients`.
+        if guard is not None and forward_only:
+            guard.end()
         if model.adapters is not None and not forward_only:
             # After the data-parallel reduction of the schedule's end: sums commute, and this one is over the
             # experts' tensor ranks, which Megatron does not reduce over.
@@ -483,15 +560,21 @@ class PipelineExchange(P2PCommunicator):
         # the last stage's last chunk, which the first stage would receive, and the gradients of the first
         # stage's first chunk. The backward pass numbers chunks from the last, so the test is the same.
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
-        self._forward_tokens = [
-            tokens[micro] for micro, chunk in table if not (is_first and chunk == chunks - 1)
-        ]
-        self._backward_tokens = [
-            tokens[micro] for micro, chunk in table if not (is_last and chunk == chunks - 1)
-        ]
+        self._forward_tokens: list[int] = []
+        self._backward_tokens: list[int] = []
+        for micro, chunk in table:
+            is_end = chunk == chunks - 1
+            if not (is_first and is_end):
+                self._forward_tokens.append(tokens[micro])
+            if not (is_last and is_end):
+                self._backward_tokens.append(tokens[micro])
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        self,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[Any, Any]:
         """Return the shapes [tokens, 1, hidden size] of the next activations and gradients to receive."""
         activations = None
@@ -504,18 +587,30 @@ class PipelineExchange(P2PCommunicator):
 
 
 def _finalize_gradients(
+    guard: PassGuard | None,
     chunks: Any,
     num_tokens: Any,
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count."""
+    """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
+
+    All micro-batches have ended: with a guard, all ranks agree first that none of them has failed.
+    """
+    if guard is not None:
+        guard.end()
+
     # The balancing biases of routers are updated over a process-global group, which is not initialised here.
     original = parallel_state.get_tensor_and_data_parallel_group
     parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
     try:
         # No token count: loss weights are global already, and gradients must not be divided again.
-        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(
+            chunks,
+            None,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
 
@@ -539,7 +634,7 @@ def _forward_step(
 
     def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         selected_outputs = model.token_outputs(
-            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support
+            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support, micro.rules
         )
 
         # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.
@@ -548,7 +643,7 @@ def _forward_step(
         outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
-            # the identity: each rank gets the gradient with respect to its own tokens, and none twice.
+            # the identity: each rank gets the gradient with respect to its own tokens exactly once.
             outputs = [
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]

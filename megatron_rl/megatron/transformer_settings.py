@@ -44,26 +44,33 @@ def transformer_settings(
     """
     shape = model.shape
     config = model.config
+
+    # Gemma's configs call the activation hidden_activation.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+
+    # Latent attention has a key and value per query head once they are expanded.
+    query_groups = shape.kv_heads
+    if shape.mla:
+        query_groups = shape.heads
     settings: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
-        "num_query_groups": shape.heads if shape.mla else shape.kv_heads,
+        "num_query_groups": query_groups,
         "kv_channels": shape.value_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[activation],
-        "add_bias_linear": shape.mlp_bias,
+        "add_bias_linear": shape.mlp_bias or shape.expert_bias,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm or shape.mla,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": config["initializer_range"],
         "params_dtype": dtype,
-        # With it Megatron requires that Transformer Engine was told the same, and raises otherwise.
+        # Megatron raises unless Transformer Engine's environment variable agrees with this field.
         "deterministic_mode": device.deterministic(),
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
@@ -77,13 +84,26 @@ def transformer_settings(
     settings.update(_expert_settings(shape))
     settings.update(_layout_settings(layout, dtype))
     settings.update(model.family.megatron(model.config))
+    if settings["activation_func"] == "quick_gelu":
+        settings["activation_func"] = _quick_gelu
     return settings
 
 
+def _quick_gelu(hidden: Tensor) -> Tensor:
+    """Compute GELU's approximation by a sigmoid (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
+
+    Megatron's function is the same, compiled once more for other numbers of tokens: for a minute each on a
+    host, and with other rounding.
+    """
+    return hidden * torch.sigmoid(1.702 * hidden)
+
+
 def _attention_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of latent, sliding-window, gated and linear attention."""
     settings: dict[str, Any] = {}
     if shape.mla:
         settings |= latent_sizes(shape)
+
     if shape.sliding_layers:
         # A token attends to ``sliding_window`` tokens, itself included; Megatron counts the tokens before it.
         settings["window_size"] = (shape.sliding_window - 1, 0)
@@ -91,6 +111,7 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
             settings["window_attn_skip_freq"] = [
                 int(layer in shape.sliding_layers) for layer in range(shape.layers)
             ]
+
     if shape.output_gate:
         settings["attention_output_gate"] = True
     if shape.linear_layers:
@@ -107,6 +128,10 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of experts, an empty mapping for a dense model.
+
+    Balancing losses are off unless the user sets them.
+    """
     if not shape.experts:
         return {}
 
@@ -118,6 +143,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
     }
+
     if shape.dense_layers:
         # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of stacking
         # them.
@@ -129,6 +155,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of the role's parallel layout."""
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -138,6 +165,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_dtype": dtype,
     }
+
     if layout.virtual_pipeline > 1:
         settings["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
         # Megatron's default communication gives silently wrong results for PP2 x VPP2.
@@ -147,9 +175,14 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 
 
 def role_settings(
-    layout: ParallelLayout, recompute: str = "none", overrides: Mapping[str, Any] | None = None
+    layout: ParallelLayout,
+    recompute: str = "none",
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the role's fields of the TransformerConfig: recompute, the user's overrides, the schedule's."""
+    """Return the role's fields of the TransformerConfig: recompute, the user's overrides, the schedule's.
+
+    ``recompute`` is ``none``, ``selective`` or ``full``.
+    """
     settings: dict[str, Any] = {}
     if recompute == "full":
         settings |= {
@@ -159,10 +192,11 @@ def role_settings(
         }
     if recompute == "selective":
         settings["recompute_granularity"] = "selective"
+
     settings |= overrides or {}
     backend = settings.get("attention_backend")
     if isinstance(backend, str):
-        # Megatron compares members of its enum, and takes a string for none of them.
+        # Megatron compares with members of its enum, which no string equals.
         from megatron.core.transformer.enums import AttnBackend
 
         settings["attention_backend"] = AttnBackend[backend]
@@ -175,6 +209,7 @@ def role_settings(
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
+
     # Gradients are sums: the loss weights already have global denominators.
     settings["calculate_per_token_loss"] = True
     return settings

@@ -1,4 +1,6 @@
-"""Trial of Megatron's settings of every role, without a model: ``python -m megatron_rl.megatron.trial``.
+"""Trial of every role's settings of Megatron, without a model: ``python -m megatron_rl.megatron.trial``.
+
+`check` runs it as a process of its own, because the imports replace some of Megatron's packages.
 
 Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
 ``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides``, ``optimizer`` (a section or null) and
@@ -39,7 +41,10 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
-    """Return Megatron's reason for each configuration that it refuses."""
+    """Return Megatron's reason for each configuration that it refuses.
+
+    ``roles`` are the module's input, the result is its output.
+    """
     complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
     transformer_config, latent_config, optimizer_config, ddp_config = _config_classes(complete)
     reasons: dict[str, str] = {}
@@ -49,18 +54,27 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             if role["scalar_head"]:
                 model = model.with_scalar_head()
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
-            settings = transformer_settings(model, layout, getattr(torch, role["dtype"]), role["fused"])
+            settings = transformer_settings(
+                model,
+                layout,
+                getattr(torch, role["dtype"]),
+                role["fused"],
+            )
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
             # The rules on files and layouts report it.
             continue
 
         # Megatron's classes raise errors of any type for a value that they cannot use.
-        config_class = latent_config if model.shape.mla else transformer_config
+        config_class = transformer_config
+        if model.shape.mla:
+            config_class = latent_config
         try:
             config_class(**settings)
         except Exception as error:
             reasons[role["role"]] = f"{type(error).__name__}: {error}".strip()
+
+        # Only a role that trains has an optimizer and DDP.
         if role["optimizer"] is None:
             continue
         try:
@@ -77,8 +91,8 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
 def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
     """Return Megatron's TransformerConfig, MLATransformerConfig, OptimizerConfig and its DDP's configuration.
 
-    Their modules are imported without the packages around them, which takes a quarter of the time, unless
-    Megatron is to be ``complete``.
+    Their modules are imported without the packages around them, which takes a quarter of the time, unless the
+    import must be ``complete``.
     """
     if not complete:
         _import_modules_alone()

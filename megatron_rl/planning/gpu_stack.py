@@ -1,7 +1,7 @@
-"""The packages that train on GPUs, and whether a machine's own packages and driver go with them.
+"""GPU stack: the packages for training on GPUs, and their compatibility with a machine's packages and driver.
 
 Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load with the torch release that they were
-built for. A container brings torch with its own builds: it stays, and only packages that fit beside it are
+built for. A container's own torch is never replaced, and only packages that are compatible with it are
 installed. So everything here compares *releases* (2.13), never strings: a container's
 ``2.13.0a0+9186a08b2c.nv26.07`` and the index's ``2.13.0+cu130`` are the same release.
 """
@@ -51,7 +51,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
 
 
 def _build_vllm(version: str) -> str:
-    """Return the advice to compile a version of vLLM against the torch that is there."""
+    """Return the commands that build a version of vLLM against the installed torch, as advice."""
     return (
         f"build vLLM against this torch: git clone --branch v{version} https://github.com/vllm-project/vllm; "
         "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
@@ -60,11 +60,11 @@ def _build_vllm(version: str) -> str:
 
 
 def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's own packages with the GPU stack that would be installed beside them.
+    """Compare a machine's own packages with the GPU stack that is to be installed next to them.
 
-    Both map names of distributions to versions, ``pinned`` those of a lock file; see `pinned_versions`. An
-    error stops the installation; a warning names a package to try or to build afterwards. Nothing is imported
-    or installed.
+    ``versions`` maps the machine's distributions to their versions, ``pinned`` those of a lock file (see
+    `pinned_versions`). An error stops the installation; a warning names a package to try or to build
+    afterwards. Nothing is imported or installed.
     """
     findings = []
     torch = versions.get("torch")
@@ -96,7 +96,7 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
             )
         )
 
-    # vLLM's wheel would be installed beside this torch.
+    # vLLM's wheel will be installed next to this torch.
     if torch is not None and vllm is None:
         findings += _torch_without_vllm(torch, extensions, pinned)
 
@@ -129,7 +129,7 @@ def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, 
 
 
 def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
-    """Return what to do with a torch that the pinned vLLM is not built for."""
+    """Return the fix for a torch release that the pinned vLLM was not built for."""
     for series, built_for in TORCH_OF_VLLM.items():
         if release(torch) == release(built_for):
             return f"launch/setup.sh --gpu --vllm {series} installs the vLLM that is built for it"
@@ -142,7 +142,7 @@ def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
 
 
 def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
-    """Return the lines of a lock file that have to be installed beside a machine's own packages.
+    """Return the lines of a lock file that have to be installed in addition to a machine's own packages.
 
     ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
     packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
@@ -150,7 +150,7 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     """
     system_names = {distribution_name(name) for name in versions}
     excluded = system_names | {COMPILED_HERE}
-    # Its parts are of one version: a part of the lock beside a container's own one does not load.
+    # Its parts must have one version: a part from the lock does not load with the container's own parts.
     if "transformer-engine" in system_names:
         excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit != TOOLKIT:

@@ -210,7 +210,7 @@ def is_nvidia_apex(version: str) -> bool:
 
 
 def foreign_apex(version: str) -> Finding:
-    """Return the finding on the index's package `apex`, a toolkit of the web framework Pyramid."""
+    """Return the finding for the package index's `apex`, which is a toolkit of the web framework Pyramid."""
     text = f"{version} is the index's toolkit of a web framework, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
     return Finding("warning", "apex", text, fix)

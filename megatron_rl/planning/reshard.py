@@ -25,7 +25,7 @@ from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layer_weights import Source
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout, end_settings, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted
-from megatron_rl.shapes.pretrained import PretrainedModel, transformers_config
+from megatron_rl.shapes.pretrained import PretrainedModel, engine_config
 from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
@@ -101,7 +101,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
 
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
-    values = dict(transformers_config(named_config(model)[1]))
+    values = dict(engine_config(named_config(model)[1]))
     # transformers has one configuration class for each model type.
     try:
         return AutoConfig.for_model(values.pop("model_type", ""), **values)
@@ -252,7 +252,7 @@ def summarise(
 ) -> Summary:
     """Summarise a plan for ``staging`` bytes of buffers per rank, with its seconds on each cluster.
 
-    Raises UserError for a cluster that is not in the constants, and where the staging is too small.
+    Raises UserError for a cluster that is not in the constants, and for staging buffers that are too small.
     """
     # The schedule divides the transfer into phases that fit the staging buffers.
     try:

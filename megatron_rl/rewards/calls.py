@@ -67,10 +67,12 @@ class Worker:
         self._key = key
         self._writes = writes
         self._extra_arguments = extra_arguments
+
         self.calls: dict[int, Call] = {}
         """Open calls by number, in the order in which they were sent."""
         self.traits = Traits()
         self._next_number = 0
+
         self.process = ContainedProcess(
             "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
         )
@@ -134,7 +136,8 @@ class Worker:
     def take(self, waiting: deque[Call], share: int) -> None:
         """Send as many of the waiting calls as the worker has room for.
 
-        ``share``: most calls for a plain function. A call that needs a process for itself is sent alone.
+        ``share``: maximum number of calls for a plain function. A call that needs a process for itself is
+        sent alone.
         """
         room = share
         if self.traits.concurrent:
@@ -146,7 +149,7 @@ class Worker:
         if any(call.alone for call in self.calls.values()):
             return
 
-        # Collect the calls of one message. A call that needs the process for itself is the only one of its.
+        # Collect the calls of one message. A call that needs the process for itself gets its own message.
         requests: list[tuple[int, dict[str, Any]]] = []
         while waiting and len(requests) < room and not (waiting[0].alone and requests):
             call = waiting.popleft()
@@ -171,8 +174,8 @@ class Worker:
         """Store the replies that have arrived; return False if the process ended or violated the protocol."""
         frames, is_open = self.process.frames()
         for frame in frames:
-            # User code may have written the frame: the number must be that of an open call, of a plain
-            # function that of the first.
+            # User code may have written the frame: its number must be an open call's; for a plain function
+            # the first one's.
             number = frame.get("call")
             call = None
             if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):

@@ -284,6 +284,7 @@ def _tests(entry: Any) -> list[Test]:
         return [Test(source=entry["call"], expected=entry["returns"], returns=True)]
     if isinstance(entry, Mapping) and _is_text(entry.get("stdout")):
         return [_output_test(entry.get("stdin"), entry["stdout"])]
+
     raise ValueError(
         f"a test is {{stdin, stdout}}, {{call, returns}} or 'assert f(x) == y', got {entry!r:.200}"
     )
@@ -300,7 +301,7 @@ def _output_test(stdin: Any, stdout: Any) -> Test:
 
 
 def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
-    """Return tests in the form of APPS, TACO and PRIME: lists ``inputs`` and ``outputs``, maybe ``fn_name``.
+    """Return tests in the form of APPS, TACO and PRIME: ``inputs``, ``outputs`` and optionally ``fn_name``.
 
     With ``fn_name`` an input is the list of the function's arguments; without, it is the standard input.
     Raises ValueError for lists that do not fit together.
@@ -359,6 +360,7 @@ def _assertion_tests(text: str) -> list[Test]:
         tree = ast.parse(textwrap.dedent(text).strip())
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         tree = ast.Module([], [])
+
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"an assertion is 'assert f(x) == y', got {text!r:.200}")
 
@@ -371,6 +373,7 @@ def _assertion_tests(text: str) -> list[Test]:
             tests.append(Test(source=ast.unparse(ast.Module([*preceding, statement], []))))
         else:
             preceding.append(statement)
+
     return tests or [Test(source=ast.unparse(tree))]
 
 
@@ -413,6 +416,7 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
     # Scopes are not distinguished: a name that is bound anywhere in a test is the test's own.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
+
     for node in (node for statement in statements for node in ast.walk(statement)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             loaded_names[node.id] = None
@@ -426,6 +430,7 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
             bound_names.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound_names.add(node.name)
+
     return [name for name in loaded_names if name not in bound_names]
 
 
@@ -482,6 +487,7 @@ def _prints(program: Path, test: Test, seconds: float) -> bool:
             succeeded = False
         finally:
             _end(process)
+
         text = os.pread(stdout, LARGEST_OUTPUT, 0).decode("utf-8", "replace")
     return succeeded and _lines(text) == test.expected
 
@@ -510,7 +516,7 @@ def _verdict_of_call(
             )
             running.callback(_end, process)
 
-            # The test is a fork of this process: it starts at once, and no program may look into it either.
+            # The test is a fork of this process: it starts at once, and programs cannot inspect it either.
             if os.fork() == 0:
                 os.close(requests_read)
                 os.close(answers_write)
@@ -599,6 +605,7 @@ def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
     # The program's own names come first; its other names cannot shadow Python's.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}
+
     for name in _free_names(tree.body):
         if name in program_names and peer.ask("defines", name):
             values[name] = peer.ask("name", name)
@@ -606,6 +613,7 @@ def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
             values[name] = importlib.import_module(_MODULES[name])
         elif name in _NAMES:
             values[name] = _NAMES[name]
+
     return values
 
 

@@ -1,4 +1,4 @@
-"""Filters of responses: which responses no reward is computed for.
+"""Filters of responses: responses that get no reward and are not trained on, or get a fixed reward.
 
 The one idea: a removed response is an answer like a reward. It has a reason, `FILTERED`, and the name of the
 filter as message, so that it travels and is saved as rewards are. A user's filter runs as a reward function
@@ -7,7 +7,7 @@ does, contained and with its limits; a filter that fails makes its sample invali
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.sections.filters import FILTER_KEY, FiltersConfig
@@ -42,7 +42,7 @@ class FilteredRows:
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Return the rows that have no reward, and that nothing is learned from."""
+        """Return the rows without a reward, which are not trained on."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
@@ -54,6 +54,12 @@ class FilteredRows:
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
         return answers
+
+    def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
+        """Return the filters' answer for each of ``rows``, to be passed to a later call."""
+        answers = dict.fromkeys(rows, _KEPT)
+        answers |= {row: Answer(FILTERED, name) for row, name in self.names.items()}
+        return {**answers, **self.failures}
 
 
 NOTHING_FILTERED = FilteredRows()
@@ -81,15 +87,15 @@ class ResponseFilters:
         if self._function is None:
             return answers
 
-        # The user's function is called for what the other filters keep.
-        kept = [index for index, answer in enumerate(answers) if answer.reason is None]
-        results = self._function.answers([samples[index] for index in kept])
-        for index, result in zip(kept, results, strict=True):
+        # The user's function is called for responses that the other filters keep.
+        remaining_rows = [index for index, answer in enumerate(answers) if answer.reason is None]
+        results = self._function.answers([samples[index] for index in remaining_rows])
+        for index, result in zip(remaining_rows, results, strict=True):
             answers[index] = _verdict(result)
         return answers
 
     def _built_in(self, sample: Sample, ids: Sequence[int]) -> Answer:
-        """Return the answer of the filters that are no code of the user."""
+        """Return the answer of the built-in filters."""
         config = self.config
         response = str(sample["response"])
         applies = {
@@ -99,6 +105,7 @@ class ResponseFilters:
             and repeated_share(ids, config.ngram) > config.max_repetition,
             "banned": any(text in response for text in config.banned),
         }
+
         for name, removes in applies.items():
             if removes:
                 return Answer(FILTERED, name)

@@ -121,12 +121,14 @@ class RewardResult:
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.answers))
         result = self.measured
+
         for reason in sorted({*counts, *reasons}):
             result += Metrics.mean(
                 f"reward/invalid_{reason}",
                 float(counts[reason]),
                 total,
             )
+
         return result
 
 
@@ -163,6 +165,7 @@ class FunctionReward:
         self._key = key or f"{section}.{name}"
         self._writes = writes
         self._extra_arguments = extra_arguments
+
         check_spec(config.function or "", self._key)
         if config.timeout <= 0:
             raise out_of_range(
@@ -181,6 +184,7 @@ class FunctionReward:
         self._start_failure = ""
         """Reason why the last attempt to replace a worker failed."""
         self._finalizer = weakref.finalize(self, kill_all, self._workers)
+
         try:
             # All processes start before the first is waited for: they import at the same time.
             for _ in range(config.workers):
@@ -189,6 +193,7 @@ class FunctionReward:
         except BaseException:
             self.close()
             raise
+
         self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
         self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
 
@@ -355,7 +360,7 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a call for a group: shared values, and lists of those per sample."""
+    """Return the arguments of a call for a group: shared values, and per-sample values as lists."""
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):
         if name in samples[0]:
@@ -375,6 +380,7 @@ def code_reward(config: CodeConfig) -> FunctionReward:
         workers=config.workers,
         limits=config.limits,
     )
+
     return FunctionReward(settings, "reward.code")
 
 
@@ -389,4 +395,5 @@ def check_spec(spec: str, key: str = "reward.function") -> None:
             got=repr(spec),
             fix="add ':' and the function's name",
         )
+
     require_file(module, key, "reward file")

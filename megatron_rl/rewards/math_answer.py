@@ -61,6 +61,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
             if depth == 0:
                 break
             position += 1
+
         content = text[begin + 1 : position].strip()
         if depth == 0 and position < len(text) and content:
             yield match.start(), content

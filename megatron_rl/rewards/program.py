@@ -159,6 +159,7 @@ class Peer:
         self._reader = os.fdopen(reads, "rb")
         self._writer = os.fdopen(writes, "wb")
         self._names = names
+
         self._objects: list[Any] = []
         """Objects of this end that the other end refers to, by number."""
         self._numbers: dict[int, int] = {}
@@ -224,6 +225,7 @@ class Peer:
             raise
         except BaseException as error:  # a program that calls sys.exit in a test has failed that test
             text = json.dumps(["error", type(error).__name__, str(error)[:1000]])
+
         self._write(text)
 
     def _perform(
@@ -357,11 +359,12 @@ class Peer:
         if len(header) < _HEADER.size:
             raise ProgramEnded
 
-        # A program may write any size: nothing is allocated for one that no value has.
+        # A program may claim any size: read nothing if the size exceeds that of every valid value.
         (size,) = _HEADER.unpack(header)
         data = self._reader.read(size) if size <= 2 * LARGEST_VALUE else b""
         if len(data) < size:
             raise ProgramEnded
+
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):

@@ -126,6 +126,7 @@ class Server:
         self._url = url
         self._secrets = secrets
         self._jitter = random.Random()
+
         self._not_before = 0.0
         """Time (monotonic) before which no request is sent."""
         self._failures = 0
@@ -165,7 +166,7 @@ class Server:
         session: aiohttp.ClientSession,
         body: bytes,
     ) -> Reply:
-        """Send a request until it succeeds, cannot succeed, or has had all its tries."""
+        """Send a request until it succeeds, cannot succeed, or has used up its attempts."""
         config = self.config
 
         # An open circuit lets one request through after a while, to probe the server.
@@ -290,6 +291,7 @@ class Server:
                 seconds = parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, TypeError, OverflowError):
             return 0.0
+
         return min(max(seconds, 0.0), self.config.longest_wait)
 
     def _without_secrets(self, text: str) -> str:
@@ -424,6 +426,7 @@ class JudgeReward:
         self.server = Server(config, url, secret_headers(config, config.key_from))
         self._cache: OrderedDict[_Request, str] = OrderedDict()
         self._functions: list[FunctionReward] = []
+
         try:
             self._parser = self._function(
                 config.parser,
@@ -444,6 +447,7 @@ class JudgeReward:
         # Samples need what either of the two functions takes.
         self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
         self.missing = self._parser.missing
+
         self._verdict_hint = ""
         if config.parser == JudgeConfig.parser:
             self._verdict_hint = " (a line that is `Score: N`, N from 0 to 1)"

@@ -93,8 +93,8 @@ class Answer(NamedTuple):
     """Answer of a function for one sample: a reward with components, or a failure with its reason.
 
     Example:
-        >>> Answer(None, reward=1.0, components={"length": 0.5}).reason is None
-        True
+        >>> Answer(None, reward=1.0, components={"length": 0.5}).components
+        {'length': 0.5}
     """
 
     reason: str | None
@@ -363,6 +363,7 @@ def _number(value: Any) -> float:
             return float(value)
         except OverflowError:  # an integer beyond every float
             return math.inf if value > 0 else -math.inf
+
     raise WrongType(
         f"expected a number or a mapping with 'reward', got {type(value).__name__}: {value!r:.80}"
     )
@@ -467,6 +468,7 @@ class _Calls:
                 calls = self._requests.read()
             except EOFError:
                 calls = [None]
+
             for call in calls:
                 loop.call_soon_threadsafe(arrivals.put_nowait, call)
             if calls == [None]:
@@ -492,7 +494,7 @@ class _Calls:
             return _all_failed(item, EXCEPTION, format_error(error))
 
     def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call whose names the function takes."""
+        """Return the arguments of a call that the function has parameters for."""
         return self._traits.accepted({**item, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:

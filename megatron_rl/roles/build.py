@@ -109,7 +109,7 @@ class Roles:
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether a row's reward is the reward of one scorer, not a weighted sum."""
+        """Return whether a row's reward comes from one scorer, not from a weighted sum of several."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
@@ -149,25 +149,35 @@ def build_roles(
     templated: bool = False,
     actor: ModelRole | None = None,
     say: Callable[[str], None] = print,
+    begin: Callable[[str], None] | None = None,
 ) -> Roles:
     """Build every role of a resolved configuration; the engine gets its weights at the first sync.
 
     ``templated``: whether prompts were rendered with the tokenizer's chat template.
     ``actor``: an actor to use instead of building one.
     ``say``: prints a line on the console.
+    ``begin``: shows which part is built next.
 
     Collective over the world.
     """
+    begin = begin or _show_nothing
     filters = config.rollout.filters
-    reward = RewardRole(config.reward, tokenizer, filters=filters, needed=algorithm.needs_rewards)
+    reward = RewardRole(
+        config.reward, tokenizer, filters=filters, learns_from_rewards=algorithm.needs_rewards
+    )
     adapters = separate_adapters(config)
 
     # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
     routing = _routing_shape(config, "rollout")
+    begin(f"engine {config.rollout.engine}")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
-    actor = actor or build_actor(config, updates=_update_count(config))
+    if actor is None:
+        begin(f"actor from {config.model.path}")
+        actor = build_actor(config, updates=_update_count(config))
+    begin("other roles")
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
+    begin("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, say)
 
     needs_scoring_pass = scoring_reason(config, algorithm) is not None
@@ -187,6 +197,10 @@ def build_roles(
     return roles
 
 
+def _show_nothing(name: str) -> None:
+    """Ignore the name of the part to be built."""
+
+
 def build_frozen_roles(
     config: RunConfig,
     tokenizer: Any,
@@ -200,8 +214,10 @@ def build_frozen_roles(
     """
     reward = RewardRole(config.reward, tokenizer)
 
-    # A Hugging Face model has no adapters of its own that the engine could have separately.
-    adapters = separate_adapters(config) if path is None else None
+    # The adapters of a Hugging Face model are merged: the engine gets none separately.
+    adapters = None
+    if path is None:
+        adapters = separate_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
 
     layout = role_layout(config.actor.layout, "actor.layout")
@@ -273,9 +289,9 @@ def build_model_role(
     updates: int | None,
     actor: ModelRole | None = None,
 ) -> ModelRole:
-    """Build the role of a row of the table of roles whose section is at ``path``.
+    """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
-    With ``actor`` it shares weights if the table allows it and both start from the same ones: the whole
+    With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
     model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """
@@ -296,12 +312,15 @@ def build_model_role(
     if initial_of is not None:
         model = initial_of.model
     else:
+        head = "lm"
+        if spec.head == NUMBER:
+            head = "value"
         model = build_pretrained(
             config,
             layout,
             path=model_path,
             recompute=getattr(section, "recompute", "none"),
-            head="value" if spec.head == NUMBER else "lm",
+            head=head,
             trainable=trainable,
         )
         if model is not None and trainable:
@@ -327,18 +346,24 @@ def build_model_role(
     routing = None
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
+
+    # A scorer without columns of its own in the table, such as a teacher, has one under its name.
+    outputs = spec.outputs
+    if not outputs:
+        outputs = (path.removeprefix(f"{spec.section}."),)
     return ModelRole(
         path,
         layout,
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
-        outputs=spec.outputs or (path.removeprefix(f"{spec.section}."),),
+        outputs=outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,
         records=routing,
         initial_of=initial_of,
         shares_base_with=base_owner,
+        measures_memory=config.batch.memory_target is not None,
     )
 
 
@@ -427,13 +452,13 @@ def build_pretrained(
 
     Collective over the world.
     """
-    # Groups are created on all ranks of the job, also on those that then have no model.
+    # Groups are created on all ranks of the job, also on ranks without this model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
     if not groups.member:
         return None
 
-    # The user's ``actor.megatron`` settings, after those that follow from the layout.
+    # The user's ``actor.megatron`` settings follow, and override, the settings derived from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),
@@ -473,10 +498,13 @@ def _provider(config: RunConfig, path: str) -> Provider | None:
         return None
 
     # Name, head and tied embeddings may differ: the code builds any of them.
-    shapes = [read_pretrained(Path(folder) / "config.json").shape for folder in (config.model.path, path)]
+    shapes = []
+    for folder in (config.model.path, path):
+        shapes.append(read_pretrained(Path(folder) / "config.json").shape)
     comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
     if len(comparable) > 1:
         return None
+
     arguments, _ = checkpoint_arguments(config.model.path)
     return load_provider(config.model.provider, config.model.weights, arguments)
 
@@ -509,6 +537,7 @@ def _build_hybrid_engine(
         separate_adapters=has_separate_adapters,
         adapters=engine_adapters,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
+        every=config.hybrid_engine.every,
     )
 
 
@@ -536,6 +565,7 @@ def _build_rollout(
     create_communicators([layout.ranks])
     create_communicators(layout.groups("tensor"))
 
+    # Conversations need the chat format of the model, and the format of its tool calls.
     environment = config.rollout.environment
     chat = None
     parse_tool_calls = None
@@ -581,6 +611,7 @@ def _update_count(config: RunConfig) -> int:
 
 
 def _tokens_per_microbatch(config: RunConfig) -> int:
+    """Return the largest number of tokens of a micro-batch, which a resolved configuration has."""
     budget = config.batch.tokens_per_microbatch
     assert budget is not None
     return budget

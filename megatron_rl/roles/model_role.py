@@ -15,6 +15,7 @@ from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.passes import PassGuard
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.megatron.schedule import (
     TokenScores,
@@ -48,6 +49,7 @@ class ModelRole:
     ``initial_of``: role whose model this role runs with its adapters switched off, as a reference does.
     ``shares_base_with``: role whose base weights are also the base of this role's adapters.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
+    ``guard``: guard of the passes, which measures their memory if ``measures_memory``.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelRole:
         records: tuple[int, int] | None = None,
         initial_of: ModelRole | None = None,
         shares_base_with: ModelRole | None = None,
+        measures_memory: bool = False,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -74,6 +77,9 @@ class ModelRole:
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
         self.prefix = prefix or name
+        self.guard: PassGuard | None = None
+        if model is not None:
+            self.guard = PassGuard(name, model, measures=measures_memory)
 
         if initial_of is not None:
             # One model has one residency, whichever of the two roles uses it.
@@ -136,8 +142,9 @@ class ModelRole:
         if micro_outputs:
             # From a tuple of outputs per micro-batch to a column per output.
             by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
+            columns = torch.stack([torch.cat(values) for values in by_output])
             # One copy from the device for all outputs.
-            outputs = list(torch.stack([torch.cat(values) for values in by_output]).float().cpu())
+            outputs = list(columns.float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
@@ -158,7 +165,7 @@ class ModelRole:
         policy = nullcontext()
         if self.initial_of is not None:
             policy = initial_policy(self.model)
-            # The batch's experts are those of the adapted actor; the initial policy must route by itself.
+            # The batch has the adapted actor's choices of experts; the initial policy must route by itself.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), policy:
             micro_outputs = forward_only(
@@ -166,9 +173,14 @@ class ModelRole:
                 batch,
                 self.tokens_per_microbatch,
                 select,
+                guard=self.guard,
                 **options,
             )
-        return micro_outputs if self.is_output_rank else []
+
+        # All ranks of the last stage have the outputs; one of each replica returns them.
+        if not self.is_output_rank:
+            return []
+        return micro_outputs
 
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Run one optimizer step on a mini-batch whose loss weights have global denominators.
@@ -185,9 +197,9 @@ class ModelRole:
     ) -> tuple[RowShard, Metrics]:
         """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        With ``reads_outputs``, for which the host waits for the device, the outputs are those of `infer`,
-        otherwise there are no rows. The metrics stay on the device. The caller keeps the role `resident`
-        until `step`. Collective over the role's ranks.
+        With ``reads_outputs`` the outputs are the same as from `infer`, and the host waits for the device to
+        copy them; without it the shard has no rows. The metrics stay on the device. The caller keeps the role
+        `resident` until `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._shard(minibatch, []), Metrics()
@@ -201,12 +213,17 @@ class ModelRole:
             self.tokens_per_microbatch,
             minibatch.response_mask,
             objective,
+            guard=self.guard,
+            clear=self.optimizer.zero_grad,
             **options,
         )
+
         # Every rank of a replica has the same outputs and metrics: one of them returns them.
         if not self.is_output_rank:
             return self._shard(minibatch, []), Metrics()
-        return self._shard(minibatch, micro_outputs if reads_outputs else []), metrics
+        if not reads_outputs:
+            micro_outputs = []
+        return self._shard(minibatch, micro_outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step whose gradient `accumulate` has computed.
@@ -230,6 +247,7 @@ class ModelRole:
         """
         if self.model is None:
             return Metrics()
+
         with self.resident(Use.READ):
             metrics = forward_loss(
                 self.model,
@@ -237,9 +255,20 @@ class ModelRole:
                 self.tokens_per_microbatch,
                 batch.response_mask,
                 objective,
+                guard=self.guard,
                 **options,
             )
-        return metrics if self.is_output_rank else Metrics()
+
+        # The other ranks of a replica would count the same rows again.
+        if not self.is_output_rank:
+            return Metrics()
+        return metrics
+
+    def pass_metrics(self) -> Metrics:
+        """Return the repeated passes and the measured memory of this rank since the last call."""
+        if self.guard is None:
+            return Metrics()
+        return self.guard.metrics()
 
     def freeze(self) -> None:
         """End the role's training and remove its adapters, which must be merged into the weights before."""

@@ -49,6 +49,7 @@ from megatron_rl.types import (
 COMPONENT = "component/"
 """Prefix of reward components among a shard's values, so that none is mistaken for ``rewards``."""
 NO_REWARD = "no_reward"
+"""Reason of a row that no scorer rewards."""
 MAX_REASON_CHARACTERS = 600
 """Length to which the message of a failed reward is cut before it is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
@@ -77,7 +78,7 @@ class Scorer(Protocol):
 
 
 class NullScorer:
-    """Scorer that gives every sample the same answer, for a run without any other scorer."""
+    """Scorer with the same answer for every sample, for a run without any other scorer."""
 
     takes: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
@@ -126,7 +127,8 @@ class RewardRole:
     ``key``: configuration key of a function that is not the run's own, such as an evaluator's. Such a
     function also rewards rows that an environment has rewarded.
     ``filters``: filters of training samples, see `filter`.
-    ``needed``: whether the algorithm learns from rewards; without any scorer a row is invalid if it does.
+    ``learns_from_rewards``: whether the algorithm needs rewards; if so, and without any scorer, rows are
+        invalid.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class RewardRole:
         tokenizer: Any,
         key: str = "",
         filters: FiltersConfig | None = None,
-        needed: bool = True,
+        learns_from_rewards: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._visible = VisibleText(tokenizer)
@@ -162,7 +164,7 @@ class RewardRole:
         if not self._scorers:
             # With reward models a row without another reward is valid, and this scorer adds nothing.
             answer = Answer(NO_REWARD, _NO_SCORER)
-            if config.models or not needed:
+            if config.models or not learns_from_rewards:
                 answer = Answer(None, "", 0.0)
             self._scorers[FUNCTION] = (config.weight, NullScorer(answer))
 
@@ -184,9 +186,11 @@ class RewardRole:
     @property
     def _functions(self) -> dict[str, FunctionReward]:
         """Return the scorers that run on this rank, by name: servers are only called for whole batches."""
-        return {
-            name: scorer for name, (_, scorer) in self._scorers.items() if isinstance(scorer, FunctionReward)
-        }
+        functions: dict[str, FunctionReward] = {}
+        for name, (_, scorer) in self._scorers.items():
+            if isinstance(scorer, FunctionReward):
+                functions[name] = scorer
+        return functions
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
@@ -218,6 +222,8 @@ class RewardRole:
             ids = self._response_ids(rollouts.rows(rows))
             verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
             self._early.append(verdicts)
+
+        # After the filters in the same thread, so that a scorer can wait for their verdicts.
         for name, scorer in self._functions.items():
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
             by_row = dict(zip(round_rows, samples, strict=True))
@@ -270,8 +276,12 @@ class RewardRole:
         answers = dict(available)
         for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
             answers |= by_row
+
+        # A filter that raises has failed on the row: it is reported, not removed by that filter.
         names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
+
+        # Every rank has all answers, so the counts are of the whole batch.
         counts = Counter(names.values())
         metrics = Metrics()
         for name in filters.config.names:
@@ -289,10 +299,10 @@ class RewardRole:
         """Return the rewards of each scorer for this rank's share of the rows.
 
         ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward
-        counts as the first scorer's, and the other scorers' rewards are 0. So does a row that is ``filtered``
-        with a reward. Rows that are dropped, on which the engine or the environment failed, or that an
-        earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded again.
-        Collective over the members.
+        counts as the first scorer's, and the other scorers' rewards are 0. The same holds for a row that is
+        ``filtered`` with a reward. Rows that are dropped, on which the engine or the environment failed, or
+        that an earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded
+        again. Collective over the members.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
@@ -322,17 +332,16 @@ class RewardRole:
             results.append(self._with_saved_calls(result, rows, saved))
             skipped = skipped | set(result.reasons)
 
-            # The environment's reward counts once, as that of the first scorer.
-            answers = {
-                row: Answer(None, "", 0.0) if answer.reason is None else answer
-                for row, answer in answers.items()
-            }
+            # The environment's reward counts once, as the first scorer's: later scorers add 0.
+            for row, answer in answers.items():
+                if answer.reason is None:
+                    answers[row] = Answer(None, "", 0.0)
         return results
 
     def _with_saved_calls(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
-        """Return a scorer's result with the share of its rows that filters and other scorers kept from it."""
+        """Add to a scorer's metrics the share of its rows that filters or earlier scorers settled before."""
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
             return result
@@ -348,7 +357,7 @@ class RewardRole:
         takes: frozenset[str],
     ) -> list[Sample]:
         """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
-        # Every scorer gets these; texts of turns and tokens are made only for those that read them.
+        # Every scorer gets these; texts of turns and tokens are made only for scorers that read them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -398,7 +407,10 @@ class RewardRole:
     def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
         """Return the turns of one row: each run of equal ``mask`` is a turn."""
         # The environment reports the parsed calls of each turn of the policy, in order.
-        calls_by_turn = iter(outcome.calls if outcome else ())
+        calls: Sequence[Any] = ()
+        if outcome:
+            calls = outcome.calls
+        calls_by_turn = iter(calls)
         turns: list[dict[str, Any]] = []
         for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
             ids = [token for token, _ in run]
@@ -415,9 +427,9 @@ class RewardRole:
                 "tokens": len(ids),
             }
             if is_policy:
-                calls = next(calls_by_turn, ())
-                if calls:
-                    turn["tool_calls"] = list(calls)
+                turn_calls = next(calls_by_turn, ())
+                if turn_calls:
+                    turn["tool_calls"] = list(turn_calls)
             turns.append(turn)
 
         return turns
@@ -627,7 +639,7 @@ class RewardModel:
         )
         rewards = torch.zeros(0)
         if micro_outputs:
-            # One value per token of the rows; all but those of the last tokens are 0.
+            # One value per token of the rows, 0 at all tokens but the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_tokens(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))

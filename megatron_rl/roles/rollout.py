@@ -90,9 +90,13 @@ class RolloutRole:
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
 
-        # Every round has a queue of its own in the job's store, whose name all ranks of the role must know.
-        is_first = self.rank == self.layout.ranks[0]
-        queue = broadcast_object(store_increment("rounds") if is_first else 0, self.layout.ranks)
+        # Every round has a queue of its own in the job's store, under a number that all ranks must agree on.
+        number = 0
+        if self.rank == self.layout.ranks[0]:
+            number = store_increment("rounds")
+        round_number = broadcast_object(number, self.layout.ranks)
+
+        # The ranks without an engine count, too: the open order ends when all of them wait.
         rendezvous = None
         if generation_round.rendezvous is not None:
             rendezvous = Rendezvous(
@@ -106,6 +110,11 @@ class RolloutRole:
             if rendezvous is not None:
                 rendezvous.count_finished(index)
 
+        # None if neither the caller nor the open order needs finished groups.
+        finish_callback: OnFinished | None = None
+        if on_finished is not None or rendezvous is not None:
+            finish_callback = report
+
         # Environments and clocks differ between the ranks of a replica, so its first rank leads the others.
         is_led = self.environment is not None or rendezvous is not None
         new_tokens = sample_round(
@@ -115,7 +124,7 @@ class RolloutRole:
             generation_round,
             next_queue_index=partial(
                 draw_queue_index,
-                f"of round {queue}",
+                f"of round {round_number}",
                 self.layout,
                 self.rank,
                 is_led,
@@ -123,10 +132,11 @@ class RolloutRole:
             make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
             routing=self._routing,
             max_in_flight=self._max_in_flight,
-            on_finished=None if on_finished is None and rendezvous is None else report,
+            on_finished=finish_callback,
         )
 
         if not self._in_process:
+            # Requests that a server lost and another one answered.
             assert isinstance(self.engine, ServerGenerator)
             new_tokens = new_tokens._replace(resubmitted=self.engine.resubmitted())
         return new_tokens
@@ -137,7 +147,7 @@ class RolloutRole:
         members: ReplicaGroup,
         generation_round: GenerationRound,
     ) -> NewTokens:
-        """Return the new tokens of all replicas, the same value on every member.
+        """Gather the new tokens of all replicas, the same value on every member.
 
         Collective over the members.
         """
@@ -171,10 +181,12 @@ class RolloutRole:
         queue: ReplicaQueue,
     ) -> ReplicaScheduler:
         """Return the scheduler of this rank's replica, for conversations on ranks that run environments."""
-        # In the open order the rendezvous ends the round; else it ends when all groups are sampled.
+        # In the open order the rendezvous ends the round; otherwise it ends when all groups are sampled.
         replica = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[replica.data]
-        stop_when = None if rendezvous is None else rendezvous.is_over
+        stop_when = None
+        if rendezvous is not None:
+            stop_when = rendezvous.is_over
 
         # The other ranks of the replica follow their first rank, which has the conversations.
         if self._hosts is not None:
@@ -200,7 +212,9 @@ class RolloutRole:
     @property
     def not_enforced(self) -> tuple[str, ...]:
         """Describe the limits of the environments' processes that this machine does not enforce."""
-        return () if self._hosts is None else self._hosts.missing
+        if self._hosts is None:
+            return ()
+        return self._hosts.missing
 
     def close(self) -> None:
         """Release the engine and the environments' processes."""

@@ -55,7 +55,13 @@ class RolloutBuffer:
         prompts = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*prompts, *self.waiting]
 
-    def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
+    def required(
+        self,
+        version: int,
+        *,
+        ahead: int,
+        bound: int,
+    ) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, before it becomes too old.
 
         A group that finishes in this step is trained on after ``ahead`` further updates, and in the next step
@@ -65,7 +71,11 @@ class RolloutBuffer:
         ages = [group.age(version) + ahead + 1 for group in self.started]
         return tuple(age > bound for age in ages)
 
-    def select(self, required: abc.Sequence[bool], count: int) -> list[SequenceGroup]:
+    def select(
+        self,
+        required: abc.Sequence[bool],
+        count: int,
+    ) -> list[SequenceGroup]:
         """Remove and return the finished groups for the learner; see `select_groups`."""
         finished_in = [group.finished_in for group in self.started]
         selected = set(select_groups(finished_in, required, count))
@@ -106,6 +116,7 @@ class RolloutBuffer:
                 late.append(group)
             else:
                 remaining.append(group)
+
         self.started = remaining
         self.restart(late)
 
@@ -142,6 +153,7 @@ class RolloutBuffer:
                 started["rollouts"],
                 started["seeds"],
             )
+            # Restored, not computed again: a reward function may be slow, or random.
             add_early_rewards(self.started, started["early_rewards"])
 
 
@@ -175,11 +187,13 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
     rewards: dict[str, dict[int, Any]] = {}
     # Row of the group's first sequence.
     first_row = 0
+
     for group in groups:
         for scorer, by_sample in group.early_rewards.items():
             by_row = rewards.setdefault(scorer, {})
             by_row |= {first_row + sample: reward for sample, reward in by_sample.items()}
         first_row += len(group.sequences)
+
     return rewards
 
 

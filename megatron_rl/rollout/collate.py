@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.rollout.sampling import log_prob_temperature, row_seeds
 from megatron_rl.rollout.types import OBSERVED, Sequence, SequenceGroup
-from megatron_rl.types import Outcome, PromptBatch, Rollouts, split_rows
+from megatron_rl.types import LogitRules, Outcome, PromptBatch, Rollouts, split_rows
 
 RoutingShape = tuple[int, int]
 """(layers, experts per token) of a model whose routing an engine reports."""
@@ -28,6 +28,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     """Return a waiting group for each of the prompts."""
     if not len(prompts):
         return []
+
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
@@ -35,6 +36,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         *(zip(getattr(prompts, name), strict=True) for name in PromptBatch.TUPLE_FIELDS),
         strict=True,
     )
+
     # Fields by position instead of `PromptBatch.rows`: this runs for each prompt of each step.
     return [SequenceGroup(PromptBatch(*row)) for row in rows]
 
@@ -57,6 +59,7 @@ def start_groups(
 
     The seed of a sequence follows from ``seed`` and its position alone.
     """
+    # By position in the round, so that every rank gives a sequence the same seed.
     seeds = row_seeds(seed, range(len(groups) * samples))
     started = []
     for index, group in enumerate(groups):
@@ -80,6 +83,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
+        # Zero bytes are 0.0, and need no list of zeros.
         log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
         versions += array("i", [OBSERVED]) * prompt_length + sequence.versions
@@ -101,6 +105,9 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     outcomes = tuple(sequence.outcome for sequence in sequences)
     if all(outcome is None for outcome in outcomes):
         outcomes = None
+    rules: tuple[LogitRules | None, ...] | None = None
+    if any(sequence.sampling.has_rules for sequence in sequences):
+        rules = tuple(_rules(sequence) for sequence in sequences)
     experts = None
     routing = _routing_shape(sequences)
     if routing is not None:
@@ -120,6 +127,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         support=_tensor(support, torch.int32),
         experts=experts,
         outcomes=outcomes,
+        rules=rules,
         max_response_tokens=torch.tensor(limits, dtype=torch.int64),
     )
 
@@ -304,6 +312,13 @@ def append_new_tokens(
         all_experts = split_rows(new.experts.tokens["experts"], new.experts.lengths)
         for sequence, experts in zip(sequences, all_experts, strict=True):
             sequence.experts = experts
+
+
+def _rules(sequence: Sequence) -> LogitRules | None:
+    """Return the rules that changed the logits of a sequence, None without any."""
+    if not sequence.sampling.has_rules:
+        return None
+    return LogitRules(sequence.sampling, len(sequence.prompt))
 
 
 def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:

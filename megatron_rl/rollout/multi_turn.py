@@ -24,6 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, SchedulerOutput, response_room
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.rollout.types import Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
@@ -55,6 +56,9 @@ class _Conversation:
 
     max_model_len: int | None
     """The engine's bound of prompt and response together, None without one."""
+
+    stops: StopTexts
+    """Searches for stop texts in its turns."""
 
     seen: int = 0
     """Tokens of the response that the environment has seen: its turns and its own observations."""
@@ -106,12 +110,16 @@ class _Conversation:
 
     def is_turn_complete(self, end: int) -> bool:
         """Return whether the turn of tokens from ``seen`` to ``end`` is complete."""
-        tokens = self.sequence.tokens
-        stop_token_ids = self.sequence.sampling.stop_token_ids
-        has_stop_token = end > self.seen and tokens[end - 1] in stop_token_ids
         # A turn that is replayed to a new environment ends where an observation follows it.
-        is_replayed = end < len(tokens)
-        return has_stop_token or is_replayed or self.is_full or self.turn_tokens_left == 0
+        is_replayed = end < len(self.sequence.tokens)
+        if is_replayed or self.is_full or self.turn_tokens_left == 0:
+            return True
+        return self.is_stopped(end)
+
+    def is_stopped(self, end: int) -> bool:
+        """Return whether the turn of tokens from ``seen`` to ``end`` ends with a stop token or stop text."""
+        tokens = self.sequence.prompt + self.sequence.tokens[:end]
+        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.seen)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -139,8 +147,10 @@ class MultiTurnScheduler(ReplicaScheduler):
             ranks=ranks,
             is_led=True,
         )
+
         self._hosts = hosts
         self._chat = chat
+        self._stops = StopTexts(lambda: chat.tokenizer)
         self._parse = parse
 
         # Conversations in the order of `admitted`, and by the number of their episode.
@@ -164,7 +174,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 # None: only the room of the response bounds the request.
                 limits = [bound for bound in bounds if bound is not None]
                 limit = min(limits, default=None)
-                requests.append(self.request(conversation.number, limit))
+                requests.append(self.request(conversation.number, limit, conversation.seen))
                 conversation.in_engine = True
 
         # After the requests: a new environment works first, and its sequence gets a request later.
@@ -190,6 +200,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 number,
                 self._hosts.reserve(1),
                 self.engine.max_model_len,
+                self._stops,
                 round_tokens_left=self._token_round,
             )
             self._conversations.append(conversation)
@@ -217,6 +228,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         # While the engine has requests, the next step must not wait for environments.
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
+
         for event in self._hosts.poll(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
@@ -245,7 +257,11 @@ class MultiTurnScheduler(ReplicaScheduler):
                 prompts[admitted.position] = admitted.sequence.prompt.tolist()
         return prompts
 
-    def _append(self, conversation: _Conversation, completion: Completion) -> None:
+    def _append(
+        self,
+        conversation: _Conversation,
+        completion: Completion,
+    ) -> None:
         """Append a completion to its sequence, and send the turn to the environment if it is complete."""
         conversation.in_engine = False
         if completion.finish_reason == FINISH_FAILED:
@@ -267,14 +283,16 @@ class MultiTurnScheduler(ReplicaScheduler):
         sequence = conversation.sequence
         start = conversation.seen
         turn = sequence.tokens[start:end].tolist()
-        is_cut = not turn or turn[-1] not in sequence.sampling.stop_token_ids
+        is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
         text = self._chat.prompts.text(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse is not None and conversation.tools:
             # Parsers find calls by special tokens. The stop token is not part of the turn's text.
-            parsed_tokens = turn if is_cut else turn[:-1]
+            parsed_tokens = turn
+            if turn and turn[-1] in sequence.sampling.stop_token_ids:
+                parsed_tokens = turn[:-1]
             with_special = self._chat.prompts.text(parsed_tokens, special=True)
             content, parsed = self._parse(with_special, conversation.tools)
             if parsed:
@@ -299,7 +317,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             calls,
         )
 
-    def _turn_requested(self, conversation: _Conversation, event: TurnRequest) -> None:
+    def _turn_requested(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> None:
         """Append the observation of an environment, which now awaits a turn.
 
         The sequence may already have tokens of this turn: of an interrupted turn, or of a turn that is
@@ -330,8 +352,12 @@ class MultiTurnScheduler(ReplicaScheduler):
         else:
             conversation.awaits_turn = True
 
-    def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
-        """Append the observed messages, or compare those of a replay; return whether a turn follows."""
+    def _append_observed(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> bool:
+        """Append the observed messages, or compare replayed ones; return whether a turn follows."""
         sequence = conversation.sequence
         start = conversation.seen
 
@@ -363,7 +389,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.seen = end
         return True
 
-    def _open(self, conversation: _Conversation, opening: Opening) -> bool:
+    def _open(
+        self,
+        conversation: _Conversation,
+        opening: Opening,
+    ) -> bool:
         """Replace the prompt by an environment's own messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
@@ -372,7 +402,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail(conversation, PROMPT, str(error))
             return False
 
-        # The prompt changes the room of the response.
+        # The room for the response depends on the length of the prompt.
         prompt = array("q", tokens)
         room = sequence.sampling.max_response_tokens
         if self.engine.max_model_len is not None:
@@ -389,13 +419,22 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
+    def _fail(
+        self,
+        conversation: _Conversation,
+        reason: str,
+        message: str,
+    ) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 
-    def _finish(self, conversation: _Conversation, event: EpisodeEnd) -> None:
+    def _finish(
+        self,
+        conversation: _Conversation,
+        event: EpisodeEnd,
+    ) -> None:
         """Finish a sequence with the outcome of its environment."""
         # The environment may end, or fail, while a turn is being sampled.
         if conversation.in_engine:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rollout import filters_tokens
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
+from megatron_rl.types import BANNED, FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
@@ -61,16 +61,26 @@ def vllm_parameters(
     sampling: SamplingParameters,
     limit: int,
     seed: int,
+    done: int = 0,
 ) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
 
-    vLLM's defaults are written out, since a server may have others.
+    vLLM counts the ``done`` earlier tokens of the response as a part of the prompt. Its defaults are written
+    out, since a server may have others.
     """
+    # vLLM refuses a minimum above the limit of the request.
+    min_tokens = min(max(0, sampling.min_response_tokens - done), limit)
+
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "min_tokens": min_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "max_tokens": limit,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
@@ -90,6 +100,21 @@ def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     if not truncates(sampling):
         return {}
     return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+
+
+def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
+
+    The server searches the text of each request for itself, so `StopTexts` still checks the response.
+    """
+    if not sampling.stop_texts:
+        return {}
+    return {
+        "stop": list(sampling.stop_texts),
+        "include_stop_str_in_output": True,
+        "detokenize": True,
+        "skip_special_tokens": False,
+    }
 
 
 def vllm_finish(
@@ -131,6 +156,71 @@ def log_prob_temperature(sampling: SamplingParameters) -> float:
     return max(sampling.temperature, LOWEST_TEMPERATURE)
 
 
+def ruled_logits(
+    logits: Tensor,
+    sampling: Sequence[SamplingParameters],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+) -> Tensor:
+    """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
+
+    ``prompts`` and ``responses`` are the token ids of each row so far. Returns ``logits`` itself if no row
+    has a rule. Definitions are vLLM's: biases and bans first, then the penalties. The repetition penalty
+    counts tokens of the prompt, too.
+    """
+    if not any(parameters.has_rules for parameters in sampling):
+        return logits
+
+    logits = logits.float().clone()
+    for row, parameters in enumerate(sampling):
+        for token, bias in parameters.logit_bias:
+            logits[row, token] += bias
+        if len(responses[row]) < parameters.min_response_tokens:
+            logits[row, list(parameters.stop_token_ids)] += BANNED
+        if parameters.no_repeat_ngram_size:
+            earlier = torch.tensor([*prompts[row], *responses[row]], device=logits.device)
+            ban_repeated_ngrams(logits[row], earlier, parameters.no_repeat_ngram_size)
+        if parameters.has_penalties:
+            _penalize(logits[row], parameters, prompts[row], responses[row])
+    return logits
+
+
+def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, size: int) -> None:
+    """Ban the tokens that would repeat an n-gram of a row from its logits [V], in place.
+
+    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``size`` is n. As
+    `NoRepeatNGramLogitsProcessor` of transformers.
+    """
+    if len(tokens) < size:
+        return
+
+    ngrams = tokens.unfold(0, size, 1)
+    last = tokens[len(tokens) - size + 1 :]
+
+    # Every n-gram adds to its last token's logit, 0 if it begins with others than the row's last tokens:
+    # selecting the others would read their number from the device.
+    repeats = (ngrams[:, :-1] == last).all(dim=1)
+    logits.index_add_(0, ngrams[:, -1].long(), repeats.to(logits.dtype) * BANNED)
+
+
+def _penalize(
+    logits: Tensor,
+    sampling: SamplingParameters,
+    prompt: Sequence[int],
+    response: Sequence[int],
+) -> None:
+    """Apply the penalties to the logits [V] of one row, in place."""
+    earlier = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
+    earlier_ids = earlier.unique()
+    values = logits[earlier_ids]
+    penalty = sampling.repetition_penalty
+    logits[earlier_ids] = torch.where(values > 0, values / penalty, values * penalty)
+
+    sampled = earlier[len(prompt) :]
+    counts = torch.bincount(sampled, minlength=len(logits))
+    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+
 def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
     # Default parameters filter nothing.
@@ -138,6 +228,7 @@ def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tup
     top_k = [parameters.top_k for parameters in active]
     top_p = [parameters.top_p for parameters in active]
     min_p = [parameters.min_p for parameters in active]
+
     return (
         torch.tensor(top_k, dtype=torch.int64, device=device),
         torch.tensor(top_p, dtype=torch.float32, device=device),

@@ -104,7 +104,11 @@ class Rendezvous:
     but once it has come they all see it.
     """
 
-    def __init__(self, generation_round: GenerationRound, learners: int) -> None:
+    def __init__(
+        self,
+        generation_round: GenerationRound,
+        learners: int,
+    ) -> None:
         self._round = generation_round
         self._learners = learners
 
@@ -237,7 +241,11 @@ class ReplicaQueue:
             groups.append((index, self._with_copies(index, members)))
         return groups
 
-    def _with_copies(self, index: int, members: abc.Sequence[Admitted]) -> SequenceGroup:
+    def _with_copies(
+        self,
+        index: int,
+        members: abc.Sequence[Admitted],
+    ) -> SequenceGroup:
         """Return a group of the round with the replica's copies in place of the admitted sequences."""
         # By identity: sequences that finished in an earlier step were not copied.
         copies = {}
@@ -253,9 +261,11 @@ class ReplicaQueue:
         """Return the index of the replica's next group, None if no group remains for it."""
         if self._assigned:
             return self._assigned.pop(0)
+
         # An empty queue is never drawn from: a draw can be a collective.
         if not self._shared_queue:
             return None
+
         index = self._next_queue_index()
         if index >= len(self._shared_queue):
             self._shared_queue = []
@@ -337,7 +347,11 @@ class ReplicaScheduler:
         self._pending: list[int] = []
         self._num_running = 0
 
-    def run_token_round(self, tokens: int | None, after_step: Callable[[], None] = lambda: None) -> None:
+    def run_token_round(
+        self,
+        tokens: int | None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sample up to ``tokens`` tokens of every sequence; call ``after_step`` after each engine step."""
         with self.engine.sampling():
             self.start_token_round(tokens)
@@ -369,6 +383,7 @@ class ReplicaScheduler:
         if output is None:
             return False
 
+        # The same calls in the same order on all ranks of the replica.
         for number in output.aborts:
             self.engine.abort(number)
         for request in output.requests:
@@ -407,9 +422,10 @@ class ReplicaScheduler:
                 sequence.finish_reason = completion.finish_reason
 
     def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences up to the limit, of which ``num_in_flight`` is used; return the unfinished ones.
+        """Admit sequences up to the in-flight limit, given ``num_in_flight``; return the unfinished ones.
 
-        They are indices in ``admitted``. A sequence without room for a response is finished at once.
+        Sequences are returned as indices in ``admitted``. A sequence without room for a response is finished
+        at once.
         """
         unfinished = []
         while num_in_flight + len(unfinished) < self.queue.max_in_flight:
@@ -436,8 +452,16 @@ class ReplicaScheduler:
         """Return the number of tokens by which the response may still grow."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
-    def request(self, number: int, limit: int | None) -> GenerationRequest:
-        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``."""
+    def request(
+        self,
+        number: int,
+        limit: int | None,
+        turn_start: int = 0,
+    ) -> GenerationRequest:
+        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
+
+        ``turn_start`` is the number of tokens of the response in front of its current turn.
+        """
         sequence = self.admitted[number].sequence
         max_tokens = self.room(sequence)
         if limit is not None:
@@ -450,6 +474,7 @@ class ReplicaScheduler:
             max_tokens,
             sequence.seed,
             len(sequence.tokens),
+            len(sequence.tokens) - turn_start,
         )
 
     def finished(self) -> list[tuple[int, SequenceGroup]]:
@@ -496,7 +521,7 @@ def sample_round(
 ) -> NewTokens:
     """Continue the unfinished sequences of a round until enough of its groups are finished.
 
-    ``next_queue_index`` and ``max_in_flight`` are those of `ReplicaQueue`; ``max_in_flight`` defaults to the
+    ``next_queue_index`` and ``max_in_flight`` as for `ReplicaQueue`; ``max_in_flight`` defaults to the
     number of requests that the engine works on at once. ``on_finished`` is called on the first rank of a
     replica, while other groups continue. Collective over the ranks of ``layout``, whose communicator must
     exist.
@@ -531,7 +556,13 @@ def sample_round(
     if generation_round.token_round is None:
         _run_once(scheduler, generation_round, report_finished)
     else:
-        _run_token_rounds(scheduler, generation_round, all_ranks, is_output_rank, report_finished)
+        _run_token_rounds(
+            scheduler,
+            generation_round,
+            all_ranks,
+            is_output_rank,
+            report_finished,
+        )
 
     # Every sequence needs a replica that reports it, also one that no replica has begun.
     scheduler.close()
@@ -552,7 +583,7 @@ def _run_once(
     report_finished: Callable[[], None],
 ) -> None:
     """Sample until every sequence is finished or, in the open order, the round is over."""
-    # An open round runs until the learners wait, also if enough groups were finished before.
+    # An open round runs until the learners wait, even if enough groups are finished already.
     if generation_round.rendezvous is None and _enough(generation_round, {}):
         return
     scheduler.run_token_round(None, report_finished)
@@ -611,7 +642,12 @@ def _cached_on(
     return cached
 
 
-def draw_queue_index(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
+def draw_queue_index(
+    name: str,
+    layout: ParallelLayout,
+    rank: int,
+    is_led: bool,
+) -> int:
     """Return the next index of the job's queue ``name``; the first rank of a replica draws it.
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.

@@ -51,6 +51,10 @@ class GenerationRequest:
     """Number of tokens of the response so far. An engine skips as many draws of the seed's random stream, so
     that the continuation does not repeat them."""
 
+    turn_tokens: int = 0
+    """Number of the last tokens of ``tokens`` that belong to the turn which the request continues. Stop texts
+    are looked for in the turn alone."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -65,7 +69,8 @@ class Completion:
     """Identifier of the request."""
 
     tokens: abc.Sequence[int]
-    """Sampled token ids, ending with the stop token if there is one. Empty if the request failed."""
+    """Sampled token ids, ending with the stop token or the token that completes a stop text, if there is one.
+    Empty if the request failed."""
 
     log_probs: abc.Sequence[float]
     """Natural log-prob of each of ``tokens`` at the sampling temperature, after the filters."""
@@ -155,7 +160,11 @@ class Sequence:
         """Return whether the policy sampled the token at this position of the response."""
         return self.versions[position] != OBSERVED
 
-    def append_sampled(self, completion: Completion, version: int) -> None:
+    def append_sampled(
+        self,
+        completion: Completion,
+        version: int,
+    ) -> None:
         """Append the tokens of a completion, sampled by weights of ``version``."""
         count = len(completion.tokens)
         self.tokens.extend(completion.tokens)
@@ -163,6 +172,7 @@ class Sequence:
         self.versions.extend([version] * count)
 
         support_sizes = [len(token_ids) for token_ids in completion.support]
+        # Without filters an engine reports no supports: all sizes are 0.
         self.support_sizes.extend(support_sizes or [0] * count)
         for token_ids in completion.support:
             self.support.extend(token_ids)
@@ -175,12 +185,14 @@ class Sequence:
         """Append the tokens of an observation."""
         count = len(tokens)
         self.tokens.extend(tokens)
+        # Observed tokens were not drawn: no log-prob, no version of the weights and no support.
         self.log_probs.extend([0.0] * count)
         self.versions.extend([OBSERVED] * count)
         self.support_sizes.extend([0] * count)
 
     def copy(self) -> Sequence:
         """Return a copy for a scheduler; the buffer's sequence changes after the gather, on all ranks."""
+        # `replace` alone would share the arrays, which grow while the scheduler samples.
         return replace(
             self,
             tokens=self.tokens[:],
@@ -241,4 +253,5 @@ class SequenceGroup:
 
     def age(self, version: int) -> int:
         """Return the number of updates from the group's oldest token to weights of ``version``."""
+        # The first token is a sequence's oldest: weights only get newer.
         return version - min(sequence.policy_version for sequence in self.sequences)

@@ -27,21 +27,22 @@ HOPPER = 90
 """Compute capability x 10 that an accelerator of unknown kind is taken for."""
 
 _CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "H800": 90, "H20-": 90, "B200": 100, "GB200": 100}
-"""Beginning of a GPU's name in constants.json -> its compute capability x 10."""
+"""Prefix of a GPU's name in constants.json -> its compute capability x 10."""
 
 _LARGEST_FUSED_HEAD = {90: 256, 100: 128}
-"""Compute capability x 10 from which on it holds -> largest head that cuDNN attends over packed rows with.
+"""Lowest compute capability x 10 -> largest head size for which cuDNN has a fused kernel over packed rows.
 
-Transformer Engine 2.20.2 with cuDNN 9.20 says so (launch/fused_attention). Heads of latent attention, 192 for
-queries and 128 for values, are also fused from 90 to 103.
+As Transformer Engine 2.20.2 reports with cuDNN 9.20 (launch/fused_attention). Heads of latent attention, 192
+for queries and 128 for values, are also fused from 90 to 103.
 """
 _LATENT_HEADS = (192, 128)
+"""Sizes of DeepSeek's heads: of queries and keys, and of values."""
 
 
 def capability_of(gpu: str | None) -> int:
     """Return the compute capability x 10 of a GPU by its name in constants.json; `HOPPER` if unknown."""
-    for beginning, capability in _CAPABILITIES.items():
-        if (gpu or "").upper().startswith(beginning):
+    for prefix, capability in _CAPABILITIES.items():
+        if (gpu or "").upper().startswith(prefix):
             return capability
     return HOPPER
 
@@ -76,9 +77,9 @@ class AcceleratedRole:
 
     @property
     def states_attention(self) -> bool:
-        """Return whether Transformer Engine is told its attention kernel.
+        """Return whether the model sets ``attention_backend``, Transformer Engine's attention kernel.
 
-        Megatron keeps the choice for the whole process, so models that need plain layers make it too.
+        Megatron keeps the choice for the whole process, so models with plain layers make it too.
         """
         return self.half_precision and (self.fused or self.shape.plain_layers)
 
@@ -86,18 +87,27 @@ class AcceleratedRole:
     def kernel(self) -> str:
         """Return the attention kernel of packed rows: ``fused`` (cuDNN), ``flash`` or ``torch``.
 
-        torch's own is FlashAttention too; its wheels have it, so it is there where neither other one is.
+        ``torch`` is FlashAttention as well. PyTorch's wheels contain it, so it is always available.
         """
+        # Transformer Engine's sinks have not been run, and its kernels have no other ones.
+        if self.shape.sinks:
+            return "torch"
+
+        # The last entry that applies to this capability.
         heads = (self.shape.qk_dim, self.shape.value_dim)
-        largest = 0
-        for since, size in _LARGEST_FUSED_HEAD.items():
-            if since <= self.capability:
-                largest = size
-        has_kernel = max(heads) <= largest or (heads == _LATENT_HEADS and HOPPER <= self.capability < 120)
+        max_head = 0
+        for capability, size in _LARGEST_FUSED_HEAD.items():
+            if capability <= self.capability:
+                max_head = size
+        has_kernel = max(heads) <= max_head
+        if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
+            has_kernel = True
 
         # cuDNN's backward pass has a deterministic kernel for Hopper alone.
         if self.deterministic and not HOPPER <= self.capability < 100:
             has_kernel = False
+
+        # cuDNN's kernels need heads whose size is a multiple of 8.
         if has_kernel and not any(size % 8 for size in heads):
             return "fused"
         if self.capability < HOPPER and self.has_flash_attention:
@@ -252,7 +262,7 @@ STAYS_OFF: Mapping[str, str] = {
     "cuda_graph_impl": "a graph holds one shape, and packed micro-batches differ in length",
     "moe_token_dispatcher_type: flex": "DeepEP and HybridEP are packages of their own",
 }
-"""What is fast elsewhere and off here -> why."""
+"""Settings that other projects use for speed and that stay off here -> reason."""
 
 CHANGED_FIELDS = frozenset(row.key for row in DEFAULTS if row.section == MEGATRON)
 """Fields of TransformerConfig that differ between hosts and accelerators."""
@@ -264,6 +274,7 @@ def applicable_rows(
     explicit: Mapping[str, Any] | None = None,
 ) -> Iterator[AcceleratorDefault]:
     """Yield the rows of `DEFAULTS` that apply, of one section or all, without keys that ``explicit`` has."""
+    # Environment variables belong to a job, all other rows to a role.
     is_job = isinstance(subject, AcceleratedJob)
     for row in DEFAULTS:
         if (row.section == ENVIRONMENT) != is_job or section not in (None, row.section):

@@ -49,6 +49,7 @@ class ConfigReader:
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; record an error and return 1 for anything else."""
+        # JSON's true and false are integers in Python.
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return value
@@ -140,8 +141,20 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of their width."""
+    scaled_queries: bool = False
+    """Queries are multiplied by a factor of their position, by ``llama_4_scaling_beta``."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
+    interleaved_experts: bool = False
+    """A checkpoint has a layer's experts in one tensor, transposed, with gate and up in turn (see
+    `shapes.fused_experts`)."""
+    copied: Sequence[str] = ()
+    """Parts of the names of tensors that are not trained: exports have those of the starting model."""
+    engine_family: str = ""
+    """``model_type`` of the family that engines build instead, which computes the same on the rows of a run;
+    empty for this family."""
     further_model_types: Sequence[str] = ()
     """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
 
@@ -195,14 +208,16 @@ class Family:
         result = ModelShape(**{**common, **windows, **self.structure(reader)})
 
         # Megatron has one setting for both biases, add_bias_linear.
-        if result.output_bias != result.mlp_bias:
+        mlp_bias = result.mlp_bias or result.expert_bias
+        if result.output_bias != mlp_bias:
             reader.refuse(
                 "Biases in attention's output alone, or in the MLP alone, are not supported",
                 "attention_bias",
-                f"the same as mlp_bias, {_as_json(result.mlp_bias)}",
+                f"the same as of the MLP, {_as_json(mlp_bias)}",
             )
+
         if rotary_fraction(config) != 1 and not self.partial_rotary:
-            reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")
+            reader.refuse("this family rotates complete heads", "partial_rotary_factor", "1")
         return result
 
 
@@ -241,17 +256,25 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         theta = config.get("rope_theta", 10000.0)
+
         # Layers with a sliding window have a base of their own, and no scaling.
         if layer_type == "sliding_attention" and config.get("rope_local_base_freq") is not None:
             scaling = {}
             theta = config["rope_local_base_freq"]
+
+        # The key was `type` before it was `rope_type`.
         parameters = {"rope_type": scaling.pop("type", "default"), "rope_theta": theta, **scaling}
+
+    # By layer type, or the same for all layers.
     return parameters.get(layer_type, parameters)
 
 
 def rotary_fraction(config: Mapping[str, Any]) -> float:
     """Return the fraction of each head, its first dimensions, to which rotary angles apply."""
     fallback = config.get("partial_rotary_factor", 1.0)
+    # MiniMax-M2 is published with the number of dimensions instead.
+    if config.get("rotary_dim") and config.get("head_dim"):
+        fallback = config["rotary_dim"] / config["head_dim"]
     return float(rope_parameters(config).get("partial_rotary_factor", fallback))
 
 
@@ -263,6 +286,7 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
 
 def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the layers that attend to a sliding window, and the window's size in tokens."""
+    # A config.json may have a size for a window that is switched off.
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
         return {}
@@ -338,12 +362,16 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
     linear_layers: tuple[int, ...] = ()
     if reader.flag("full_attention_interval"):
         interval = reader.size("full_attention_interval")
+
+    # The types have precedence.
     if types is not None:
         linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
     elif interval:
         linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
     if not linear_layers:
         return {}
+
+    # Keys have as many heads as queries; several value heads share one of them.
 
     key_heads = reader.size("linear_num_key_heads")
     value_heads = reader.size("linear_num_value_heads")
@@ -364,6 +392,8 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     reader.allow("attention_bias", False, None)
     reader.allow("attn_output_gate", True, None)
     reader.allow("hidden_act", "silu", None)
+
+    # The published models have full attention in every fourth layer.
     fields = delta_net_fields(reader, reader.size("num_hidden_layers"), interval=4)
     if fields and fields["linear_v_heads"] % fields["linear_k_heads"]:
         reader.refuse(
@@ -394,6 +424,44 @@ def shared_experts(reader: ConfigReader) -> Fields:
     }
 
 
+def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
+    """Return the number of dense layers before the first one with experts, by ``mlp_layer_types``.
+
+    Without that key it is ``first_k_dense_replace``, or the default.
+    """
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return int(config.get("first_k_dense_replace", default))
+    if "sparse" not in types:
+        return len(types)
+    return types.index("sparse")
+
+
+def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
+    """Return a reader in which ``first_k_dense_replace`` is `count_dense_layers`.
+
+    vLLM reads that number, and transformers writes a type per layer.
+    """
+    dense = count_dense_layers(reader.config, default)
+    if "dense" in (reader.get("mlp_layer_types") or [])[dense:]:
+        reader.refuse(
+            "dense layers after one with experts are not supported",
+            "mlp_layer_types",
+            "every dense layer before the first sparse one",
+        )
+    config = {**reader.config, "first_k_dense_replace": dense}
+    return ConfigReader(config, reader.file, reader.errors)
+
+
+def sparse_attention(reader: ConfigReader) -> Fields:
+    """Read the longest row on which sparse attention with an indexer is dense.
+
+    The indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens.
+    """
+    positions = reader.size("max_position_embeddings", LARGEST)
+    return {"max_positions": min(positions, reader.size("index_topk"))}
+
+
 def biased_router() -> Fields:
     """Return Megatron's settings of a sigmoid router whose biases balance the load of the experts."""
     return {
@@ -408,7 +476,7 @@ def biased_router() -> Fields:
 def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "sandwich_norms": True}
+    return {**attention_bias(reader), "post_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:
@@ -417,6 +485,17 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
         "bias_activation_fusion": False,  # Megatron's fused kernels are for other activations
+    }
+
+
+def olmo_structure(reader: ConfigReader) -> Fields:
+    """Read the structure that OLMo 2 and 3 have in common: post-norms, and norms over all heads."""
+    return {
+        **attention_bias(reader),
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
     }
 
 
@@ -438,6 +517,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
+    # Megatron's latent attention has rotary angles of its own, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0
@@ -453,6 +533,8 @@ def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
         "rotary_base": rope["rope_theta"],
         "rotary_scaling_factor": scaling_factor,
     }
+
+    # A key that config.json leaves out keeps Megatron's default.
     if yarn:
         names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         settings |= {name: rope[name] for name in names if rope.get(name) is not None}

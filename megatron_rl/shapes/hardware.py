@@ -26,6 +26,7 @@ _LARGEST_FACTOR = 1000.0
 _NOTES = ("comment", "calibrated_from", "sources")
 """Keys of a constants file that are not constants."""
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
+"""Bytes of a weight by precision."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,12 @@ class Gpu:
     @property
     def pace(self) -> float:
         """Return the GEMM efficiency relative to the GPUs on which the other efficiencies were fitted."""
+        # 0.7 is the GEMM efficiency of those GPUs in constants.json.
         return self.gemm_efficiency / 0.7
 
     def rate_at(self, precision: str, share: float) -> float:
         """Return the FLOP/s of GEMMs that reach ``share`` of the peak on the GPUs of the fit."""
+        # No GPU exceeds its peak, whatever its pace.
         return self.peak(precision) * min(1.0, share * self.pace)
 
     def peak(self, precision: str) -> float:
@@ -247,12 +250,14 @@ def _object(value: Any, path: str) -> Mapping[str, Any]:
 
 def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
     """Return a value that can replace the packaged one; raises UserError for any other."""
+    # Flags and lists of aliases have no order of magnitude.
     if isinstance(packaged_value, bool | list):
         strings_only = not isinstance(value, list) or all(isinstance(item, str) for item in value)
         if type(value) is not type(packaged_value) or not strings_only:
             raise _value_error(path, f"a value like {json.dumps(packaged_value)}", value)
         return value
 
+    # A value far from the packaged one has the wrong unit, such as GB/s for TB/s.
     low = packaged_value / _LARGEST_FACTOR
     high = packaged_value * _LARGEST_FACTOR
     if not packaged_value:
@@ -274,7 +279,7 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
         where=path,
         expected=expected,
         got=json.dumps(value)[:200],
-        fix="correct it, or leave it out to have the packaged one",
+        fix="correct it, or leave it out to use the packaged one",
     )
 
 
@@ -287,7 +292,7 @@ def build(data: Mapping[str, Any]) -> Constants:
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
-    # The constants of one engine are separate from those that all engines share.
+    # The constants of one engine are separate from the constants of all engines.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 
@@ -317,4 +322,5 @@ def load_constants(override: str | None = None) -> Constants:
             noun = "the constants file"
             fix = "correct the file"
             raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
+
     return build(data)

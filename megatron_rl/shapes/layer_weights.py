@@ -1,4 +1,4 @@
-"""The parameters of a decoder layer, under Megatron's names and under those of Hugging Face checkpoints.
+"""The parameters of a decoder layer, with their names in Megatron and in Hugging Face checkpoints.
 
 One `Weight` per Megatron parameter lists the checkpoint tensors that fill it, and how both sides shard them:
 import, export, weight sync and the counts of parameters all read this list.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
-"""The head of a model that gives one number per token instead of a distribution."""
+"""Scalar head, which returns one number per token instead of a distribution."""
 
 Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
@@ -87,6 +87,7 @@ class Source:
         >>> list(gate.pieces(1, 3)), gate.end
         ([(3, 1), (6, 2)], 16)
         """
+        # Only the first and the last piece may be a part of a run.
         end = begin + count
         while begin < end:
             run, row = divmod(begin, self.run_rows)
@@ -160,6 +161,7 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     Names are complete, not relative to a layer. A tied output layer has a parameter only on a last stage that
     is not the first: a copy of the embedding.
     """
+    # A tied output layer reads the same tensor.
     vocabulary_shape = (shape.vocab, shape.hidden)
     embedding = Source(EMBEDDING, vocabulary_shape, "vocabulary")
     weights: list[Weight] = []
@@ -192,7 +194,7 @@ def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterato
 
 
 def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
-    """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
+    """Yield the norms of a layer: before attention and MLP, after them, or both (sandwich norms)."""
     # Transformer Engine fuses a norm into the linear layer that follows.
     projection = "linear_qkv"
     if linear:
@@ -200,20 +202,23 @@ def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
     fused_attention = f"self_attention.{projection}.layer_norm_weight"
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 
-    yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
-    if not shape.sandwich_norms:
+    if shape.pre_norms:
+        yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
+    if not shape.post_norms:
         yield from _norm(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
         return
 
-    # With sandwich norms ``post_attention_layernorm`` follows attention; otherwise it is the norm
-    # before the MLP.
+    # With post-norms ``post_attention_layernorm`` follows attention; otherwise it is the norm before the
+    # MLP.
     yield from _norm(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
-    yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
+    if shape.pre_norms:
+        yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
     yield from _norm(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
 
 
 def _attention(shape: ModelShape) -> Iterator[Weight]:
     """Yield the parameters of grouped-query attention: projections, biases, norms of queries and keys."""
+    # The rows of the three projections, without the columns: biases have the same.
     query_rows = shape.heads * shape.head_dim
     key_rows = shape.kv_heads * shape.head_dim
     projections = [
@@ -222,7 +227,7 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
         Source("self_attn.v_proj", (key_rows,), "heads"),
     ]
     if shape.output_gate:
-        # The tensor of queries has the rows of each head's query, and then those of its gate.
+        # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
         queries = replace(projections[0], runs=shape.heads, pitch=2 * shape.head_dim)
         projections[:1] = [queries, queries]
 
@@ -240,11 +245,17 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
     if shape.output_bias:
         bias = Source("self_attn.o_proj.bias", (shape.hidden,))
         yield Weight("self_attention.linear_proj.bias", "whole", (bias,))
+    if shape.sinks:
+        sinks = Source("self_attn.sinks", (shape.heads,), "rows")
+        yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-    # Heads are normalised one by one, with the same weight: every tensor-parallel rank has all of it.
+    # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one share
+    # them, and in a norm over all heads a rank uses the slice of its own heads.
     if shape.qk_norm:
-        for letter in "qk":
-            norm = Source(f"self_attn.{letter}_norm.weight", (shape.head_dim,))
+        for letter, rows in (("q", query_rows), ("k", key_rows)):
+            if not shape.whole_qk_norm:
+                rows = shape.head_dim
+            norm = Source(f"self_attn.{letter}_norm.weight", (rows,))
             yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
 
@@ -299,8 +310,8 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
 
     def weight(name: str, cut: Cut, *sources: Source) -> Weight:
         """Return a parameter of the module; the sources are named below ``linear_attn``."""
-        named = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
-        return Weight(f"self_attention.{name}", cut, named)
+        renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
+        return Weight(f"self_attention.{name}", cut, renamed)
 
     # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
     projections = [
@@ -312,10 +323,12 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
         ("a", numbers),
     ]
     if shape.linear_interleaved:
-        projections = [("qkvz" if name in ("qkv", "z") else "ba", rows) for name, rows in projections]
+        # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
+        fused_names = {"qkv": "qkvz", "z": "qkvz", "b": "ba", "a": "ba"}
+        projections = [(fused_names[name], rows) for name, rows in projections]
     sources = [Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections]
     if shape.linear_interleaved:
-        # Each key head has its own rows of all of them.
+        # The rows of one key head, of all projections, are together.
         heads = shape.linear_k_heads
         pitches = {"qkvz": 2 * (keys + values) // heads, "ba": 2 * numbers // heads}
         sources = [
@@ -324,6 +337,7 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
         ]
     yield weight("in_proj.weight", "sections", *sources)
 
+    # One filter per channel of queries, keys and values, sharded as the channels are.
     convolved = [
         Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows") for rows in (keys, keys, values)
     ]
@@ -356,6 +370,7 @@ def _mlp_matrices(
     ``name`` and ``source`` are the prefixes of Megatron's and of the checkpoint's names, ``fused`` is
     Transformer Engine's name with ``{linear}`` for the layer.
     """
+    # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(
         Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections
@@ -370,16 +385,18 @@ def _mlp_matrices(
 
 
 def _mlp_biases(
-    shape: ModelShape, name: str, source: str, width: int, expert: bool = False
+    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
     """Yield the biases of `_mlp_matrices`."""
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
-    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, expert=expert)
+    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
+    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
 
     # Added after the sum over tensor-parallel ranks, so every rank has all of it.
     outer = (Source(f"{source}down_proj.bias", (shape.hidden,)),)
-    yield Weight(f"{name}linear_fc2.bias", "whole", outer, expert=expert)
+    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name}linear_fc2.bias", "whole", outer, fused_outer, expert)
 
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
@@ -390,6 +407,9 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
     if shape.router_bias:
         bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
+    if shape.expert_bias:
+        projection_bias = Source("mlp.gate.bias", (shape.experts,))
+        yield Weight("mlp.router.bias", "whole", (projection_bias,))
 
     # All shared experts of a layer are one MLP, of their widths together.
     if shape.shared_width:
@@ -404,4 +424,5 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
     fused = "mlp.experts.{linear}.weight{expert}"
     yield from _mlp_matrices(shape, name, source, shape.expert_width, fused, expert=True)
     if shape.expert_bias:
-        yield from _mlp_biases(shape, name, source, shape.expert_width, expert=True)
+        fused = "mlp.experts.{linear}.bias{expert}"
+        yield from _mlp_biases(shape, name, source, shape.expert_width, fused, expert=True)

@@ -593,6 +593,17 @@ def trainer_problems(
             )
         )
 
+    if shape.expert_bias and layout.expert_tensor > 1:
+        errors.append(
+            UserError(
+                "Megatron does not shard experts with biases over tensor-parallel ranks",
+                where=f"{path}.expert_tensor",
+                expected=f"1: the experts of {shape.name} have biases",
+                got=str(layout.expert_tensor),
+                fix=f"remove {path}.expert_tensor, and use {path}.expert for the other ranks",
+            )
+        )
+
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
         errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
@@ -612,8 +623,9 @@ def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserE
                 fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
             )
         )
+
     if shape.output_gate and layout.tensor > shape.kv_heads:
-        # Megatron (0.16.1) selects a rank's queries from those that share a key, but not their gates.
+        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
         errors.append(
             UserError(
                 "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
@@ -657,7 +669,21 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
 
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return the errors of a model in the layout of the rollout engine."""
-    return _head_problems(shape, layout)
+    errors = _head_problems(shape, layout)
+    if shape.sinks and layout.tensor > shape.kv_heads:
+        # Its model has no key-value head left for a rank (seen in vLLM 0.32).
+        key = f"{layout.path}.tensor"
+        errors.append(
+            UserError(
+                "vLLM computes attention with sinks on at most one rank for each key-value head",
+                where=key,
+                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+                got=str(layout.tensor),
+                fix=f"set {key} to {_best_tensor(shape, layout.tensor)}",
+            )
+        )
+
+    return errors
 
 
 def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
@@ -704,11 +730,13 @@ def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
     expert_width = 0
     if shape.experts:
         expert_width = shape.expert_width
+
     widths = [
         ("MLP width", dense_width, "tensor"),
         ("shared experts' width", shape.shared_width, "tensor"),
         ("experts' width", expert_width, "expert_tensor"),
     ]
+
     return [
         _indivisible(
             width, noun, getattr(layout, size), f"{layout.path}.{size}", f"lower {layout.path}.{size}"

@@ -18,7 +18,9 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 ATTENTION = ("linear_qkv", "linear_proj")
+"""Megatron's linear layers of attention."""
 MLP = ("linear_fc1", "linear_fc2")
+"""Megatron's linear layers of an MLP or of an expert."""
 TARGETS = (*ATTENTION, *MLP)
 """Megatron's linear layers that can have an adapter."""
 PEFT_CONFIG = "adapter_config.json"
@@ -82,6 +84,7 @@ class AdaptedModel(PretrainedModel):
     @property
     def engine_rank(self) -> int:
         """Return the adapter rank that vLLM must allocate."""
+        # `check` refuses ranks above the largest.
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
     def modules(self) -> list[str]:
@@ -90,11 +93,16 @@ class AdaptedModel(PretrainedModel):
 
     def peft_config(self) -> dict[str, Any]:
         """Return the content of PEFT's configuration file."""
+        # PEFT declares an integer.
+        alpha: float = self.alpha
+        if alpha.is_integer():
+            alpha = int(alpha)
+
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self.rank,
-            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
+            "lora_alpha": alpha,
             "target_modules": self.modules(),
             "bias": "none",
             "fan_in_fan_out": False,
@@ -109,11 +117,12 @@ def adapted(
     """Return the description of a model's adapters; ``alpha`` defaults to the rank."""
     if targets is None:
         targets = default_targets(model.shape)
+
     return AdaptedModel(
         model.family,
         model.shape,
         model.config,
-        model.is_multimodal,
+        model.multimodal,
         rank=rank,
         alpha=alpha or float(rank),
         targets=tuple(targets),
@@ -155,15 +164,19 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
         a_sources[name] = Source(name, (rank, source.shape[1]), a_engine)
 
-    b_sources = tuple(
-        replace(
+    # B has the rows of the source, and is sharded by them unless the layer is sharded by columns.
+    b_sources = []
+    for source in weight.sources:
+        engine = source.engine
+        if input_sharded:
+            engine = "whole"
+        b_source = replace(
             source,
             name=source.name.removesuffix(".weight") + ".lora_B.weight",
             shape=(source.shape[0], rank),
-            engine="whole" if input_sharded else source.engine,
+            engine=engine,
         )
-        for source in weight.sources
-    )
+        b_sources.append(b_source)
 
     module = weight.name.removesuffix(".weight")
     fused = weight.fused.replace(".weight", f".{ADAPTER}.")  # one module for all routed experts
@@ -178,7 +191,7 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         Weight(
             f"{module}.{ADAPTER}.B",
             b_cut,
-            b_sources,
+            tuple(b_sources),
             fused and f"{fused}.B",
             weight.expert,
         ),
@@ -205,14 +218,15 @@ def _refusal(shape: ModelShape, target: str) -> str | None:
     return None
 
 
-def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> list[UserError]:
-    """Return the errors of ``targets``, set at the configuration path ``where``, for a model."""
+def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list[UserError]:
+    """Return the errors of ``targets``, the value of the setting ``key``, for a model."""
     supported = ", ".join(name for name in TARGETS if _refusal(shape, name) is None)
     reasons = [(target, _refusal(shape, target)) for target in targets]
+
     return [
         UserError(
-            f"{target} of {shape.name} can have no adapter: {reason}",
-            where=where,
+            f"{target} of {shape.name} cannot have an adapter: {reason}",
+            where=key,
             expected=f"some of {supported}",
             got=target,
             fix=f"remove {target}",
@@ -249,6 +263,7 @@ class _ShardCounts(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, layout: ParallelLayout) -> _ShardCounts:
+        """Return the sizes for a model in a layout."""
         return cls(layout.tensor, layout.expert_tensor, shape.experts // layout.expert)
 
 

@@ -3,8 +3,8 @@
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
 gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
 Activations are counted tensor by tensor, as autograd saves them (the accounting of Korthikanti et al. 2022).
-The counts of this package's own layers are compared with the tensors that a real forward pass saves; those of
-Transformer Engine's fused layers are Korthikanti's, with flash attention.
+Tests compare the counts of this package's own layers with the tensors that a real forward pass saves. The
+counts of Transformer Engine's fused layers are Korthikanti's, with flash attention.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _FusedLayer:
     def norms(self) -> float:
         """Count the elements of each norm's input and output, which is the next projection's input."""
         tensors = 4
-        if self.shape.sandwich_norms:
+        if self.shape.pre_norms and self.shape.post_norms:
             tensors = 6
         return tensors * self.shape.hidden / self.token_shards
 
@@ -154,6 +154,11 @@ class _FusedLayer:
         if shape.mla:
             core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
             return core + 2 * (shape.q_lora + shape.kv_lora) / self.token_shards
+
+        if shape.sinks:
+            # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors,
+            # and its kernels take multiples of 8.
+            return heads * (4 * (shape.head_dim + 8) + shape.head_dim)
 
         groups = shape.kv_heads / self.tensor
         # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
@@ -170,7 +175,12 @@ class _FusedLayer:
         return 3 * width
 
     def routed(self, width: float) -> float:
-        """Count the elements of one routed expert, which saves as much as a dense MLP."""
+        """Count the elements of one routed expert, which saves as much as a dense MLP.
+
+        Experts with biases compute as `_OwnLayer`'s do, without a fused activation.
+        """
+        if self.shape.expert_bias:
+            return 8 * width
         return self.mlp(width)
 
     def router(self) -> float:
@@ -197,16 +207,19 @@ class _OwnLayer:
     def _norm(self, width: float, output: bool = True) -> float:
         """Count a norm's elements: float32 input, normalised values, output if a later layer saves it."""
         float32 = 4 / self.dtype_bytes
-        # Norms whose weight is counted from zero multiply in float32.
+        # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
-        if self.shape.sandwich_norms:
+        if self.shape.pre_norms and self.shape.post_norms:
             normalised = float32
         return width * (float32 + normalised + output)
 
     def norms(self) -> float:
-        """Count the elements of the norms before attention and MLP, and of the sandwich norms after them."""
-        elements = 2 * self._norm(self.shape.hidden)
-        if self.shape.sandwich_norms:
+        """Count the elements of the norms before and after attention and MLP, and of their inputs."""
+        # Without a norm before it, a projection saves the residual stream.
+        elements = 2.0 * self.shape.hidden
+        if self.shape.pre_norms:
+            elements = 2 * self._norm(self.shape.hidden)
+        if self.shape.post_norms:
             elements += 2 * self._norm(self.shape.hidden, output=False)
         return elements / self.token_shards
 
@@ -222,6 +235,9 @@ class _OwnLayer:
 
         # Counted per query head, since keys and values are repeated. The last term is one float32 number.
         core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * 4 / self.dtype_bytes
+        if shape.sinks:
+            # One more dimension of queries, keys, values and output.
+            core += 4 * heads
 
         if shape.mla:
             if recompute == "selective":
@@ -234,6 +250,9 @@ class _OwnLayer:
         norms = 0.0
         if shape.qk_norm:
             norms = self._norm((heads + groups) * shape.head_dim, output=False)
+        if shape.whole_qk_norm:
+            # Inputs and normalised values in float32.
+            norms = 2 * (heads + groups) * shape.head_dim * 4 / self.dtype_bytes
 
         # In float32, keys are saved as a view of the complete projection, and queries too if they are
         # contiguous.
@@ -254,7 +273,12 @@ class _OwnLayer:
         return 5 * width
 
     def routed(self, width: float) -> float:
-        """Count the elements of one routed expert: an MLP, and its product times the router's weight."""
+        """Count the elements of one routed expert: an MLP, and its product times the router's weight.
+
+        The activation of experts with biases saves its bounded input and its sigmoid, too.
+        """
+        if self.shape.expert_bias:
+            return 8 * width
         return 6 * width
 
     def router(self) -> float:
@@ -265,9 +289,9 @@ class _OwnLayer:
     def forward(self, kind: LayerKind) -> float:
         """Count the elements of the largest set of tensors alive at once in a forward pass without gradients.
 
-        Attention holds its projections, and their copies with the tokens of a sequence together; an MLP gate
-        and up, the activation, up plus its offset, and their product; experts the routed tokens: sorted,
-        exchanged, sorted by expert, multiplied, and combined.
+        Attention holds its projections, and copies of them with the tokens of a sequence together. An MLP
+        holds gate and up, the activation, up plus its offset, and their product. Experts hold the routed
+        tokens: sorted, exchanged, sorted by expert, multiplied, and combined.
         """
         shape = self.shape
         heads = shape.heads / self.tensor
@@ -379,6 +403,7 @@ def forward_bytes(
     For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
     """
     counts = shape.kinds_of(layers)
+
     # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
         live = 2 * max(
@@ -403,7 +428,8 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
 def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
     """Return the bytes of the float32 sums of an output layer's gradients, see `megatron.log_probs`.
 
-    A half-precision model sums the gradient of all hidden states, and that of the weight's rows in one tile.
+    A half-precision model sums the gradient of all hidden states, and the gradient of the weight's rows in
+    one tile.
     """
     if shape.scalar_head or dtype_bytes >= 4:
         return 0.0
@@ -524,6 +550,7 @@ def scoring_memory(
     logits = 0.0
     if last:
         logits = logits_bytes(shape, layout, tokens)
+
     return TrainingMemory(
         weights=implementation.dtype_bytes * sum(parameters),
         gradients=0.0,

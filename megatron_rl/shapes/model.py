@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of an element by the dtypes of a configuration."""
 
 
 class LayerKind(NamedTuple):
@@ -62,8 +63,10 @@ class ModelShape:
     """The MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
     """Norms are LayerNorm with a bias, not RMSNorm."""
-    sandwich_norms: bool = False
-    """Norms follow attention and MLP as well."""
+    pre_norms: bool = True
+    """Norms precede attention and MLP."""
+    post_norms: bool = False
+    """Norms follow attention and MLP, before their outputs are added to the residual stream."""
     qkv_bias: bool = False
     """The projections of queries, keys and values have biases."""
     output_bias: bool = False
@@ -71,7 +74,9 @@ class ModelShape:
     mlp_bias: bool = False
     """The matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised per head."""
+    """Queries and keys are normalised, per head or over all heads."""
+    whole_qk_norm: bool = False
+    """The norms of queries and keys are over all heads together."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
@@ -87,7 +92,7 @@ class ModelShape:
     router_bias: bool = False
     """The router has biases that balance the load of the experts."""
     expert_bias: bool = False
-    """The matrices of routed experts have biases."""
+    """The matrices of routed experts and the projection of the router have biases."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP."""
     q_lora: int = 0
@@ -100,6 +105,8 @@ class ModelShape:
     """Size of a latent head's query and key with rotary positions."""
     v_head_dim: int = 0
     """Size of a latent head's value."""
+    sinks: bool = False
+    """Each query head has a learnt logit in the softmax, whose weight no value gets (attention sinks)."""
     output_gate: bool = False
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
@@ -130,8 +137,8 @@ class ModelShape:
 
     @property
     def plain_layers(self) -> bool:
-        """Return whether the model needs Megatron's own layers: Transformer Engine has no sandwich norms."""
-        return self.sandwich_norms
+        """Return whether the model needs Megatron's own layers: Transformer Engine has no post-norms."""
+        return self.post_norms
 
     @property
     def qk_dim(self) -> int:
@@ -182,7 +189,7 @@ class ModelShape:
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
         """Count the kinds of some layers; the result is shared and must not be changed."""
-        # The planner asks for the same few stages in all its thousands of layouts.
+        # The planner counts the same few stages in thousands of layouts.
         key = tuple(layers)
         if key not in self._counted_kinds:
             self._counted_kinds[key] = Counter(self._kinds[layer] for layer in key)
@@ -227,6 +234,7 @@ class ModelShape:
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
             dense = [weight for weight in weights if not weight.expert]
+
             # Transformer Engine's down projections of latent attention are replicated, so they count as such.
             replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
             return sum(weight.elements for weight in dense) - replicated, replicated, experts
@@ -274,6 +282,7 @@ class ModelShape:
     @cached_property
     def expert_parameters(self) -> int:
         """Count the parameters of one routed expert."""
+        # Layers with delta nets have the same experts, so one kind of layer is enough.
         return sum(weight.elements for weight in self._weights[LayerKind(False, True)] if weight.expert)
 
     @cached_property
@@ -299,6 +308,7 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Count all parameters of the checkpoint."""
+        # Embedding and output layer are at the ends of the pipeline.
         ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
         return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
 
@@ -333,6 +343,7 @@ class ModelShape:
         causal mask. The products of scores and values cost 2 (d_qk + d_v) per key and head; gated delta nets
         cost a constant per token.
         """
+        # Two FLOPs per element of a query times a key, and of a probability times a value.
         per_key = 2 * self.heads * (self.qk_dim + self.value_dim)
 
         # A layer with a sliding window attends to no more keys than the window has.
@@ -340,6 +351,8 @@ class ModelShape:
         window: float = 0
         if sliding:
             window = min(context, self.sliding_window)
+
+        # A delta net reads, updates and reads again a state of key size x value size: three products.
         linear = len(self.linear_layers) * 6.0 * self.linear_qk * self.linear_v_head_dim
         return per_key * ((self.attention_layers - sliding) * context + sliding * window) + linear
 
@@ -363,6 +376,8 @@ class ModelShape:
         # All heads share one latent and one rotary key.
         if self.mla:
             return self.attention_layers * (self.kv_lora + self.qk_rope)
+
+        # Delta nets have a state per row, and nothing per token.
         return self.attention_layers * 2 * self.kv_heads * self.head_dim
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.fused_experts import Shape, TensorLocation, expert_tensors
 
 _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
-"""Keys that a multimodal config.json may state outside ``text_config``, for the language model too."""
+"""Keys outside ``text_config`` in a multimodal config.json that apply to the language model as well."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-"""Beginnings of names of the language model: in a multimodal checkpoint -> in one of its own."""
+"""Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a checkpoint of its own."""
 _CARRIED = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "mtp.",
@@ -32,12 +33,10 @@ Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)$")
 """Name of one matrix of all routed experts of a layer in one tensor."""
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Kind of multimodal model of which the language model can be trained."""
+    """Kind of multimodal model whose language model can be trained."""
 
     title: str
     """Display name in the list of models."""
@@ -47,15 +46,19 @@ class Multimodal:
     """The transformers class of the whole model."""
     language_models: Mapping[str, str]
     """``model_type`` of its ``text_config`` -> that of the family in the table."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the language model's config.json that its class has, whatever the file contains."""
+    transposed_experts: bool = False
+    """Exports have a layer's experts in one tensor, [experts, in, out], as it is published."""
 
 
 _KINDS = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
     Multimodal(
-        "Mistral Small 3.1 and 3.2",
+        "Mistral Small 3.1 and 3.2, Ministral 3",
         "mistral3",
         "Mistral3ForConditionalGeneration",
-        {"mistral": "mistral", "ministral": "ministral"},
+        {"mistral": "mistral", "ministral": "ministral", "ministral3": "ministral3"},
     ),
     Multimodal(
         "Qwen2-VL",
@@ -71,6 +74,14 @@ _KINDS = (
     ),
     Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}),
     Multimodal(
+        "Qwen3-VL-MoE",
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        fixed={"norm_topk_prob": True},
+        transposed_experts=True,
+    ),
+    Multimodal(
         "Qwen3.5 and 3.6", "qwen3_5", "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}
     ),
     Multimodal(
@@ -81,7 +92,7 @@ _KINDS = (
     ),
 )
 MULTIMODAL: dict[str, Multimodal] = {kind.architecture: kind for kind in _KINDS}
-"""Every multimodal model of which the language model can be trained, by architecture."""
+"""Every multimodal model whose language model can be trained, by architecture."""
 
 
 def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
@@ -91,6 +102,7 @@ def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
     """
     architectures = config.get("architectures")
     for kind in _KINDS:
+        # The architecture decides; the model type only for a config.json without architectures.
         matches = config.get("model_type") == kind.model_type
         if isinstance(architectures, list) and architectures:
             matches = architectures[0] == kind.architecture
@@ -111,7 +123,7 @@ def _language_type(config: Mapping[str, Any], kind: Multimodal) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the language model alone; that of any other model is returned as it is.
+    """Return the config.json of the language model; return any other model's config.json unchanged.
 
     >>> config = {
     ...     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -128,13 +140,19 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if inner is None:
         inner = {key: value for key, value in config.items() if key != "vision_config"}
+
+    # A value of the language model itself wins over an inherited one, but null does not.
     inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
-    stated = {key: value for key, value in inner.items() if value is not None or key not in inherited}
+    explicit: dict[str, Any] = {}
+    for key, value in inner.items():
+        if value is not None or key not in inherited:
+            explicit[key] = value
 
     family = FAMILIES[kind.language_models[_language_type(config, kind)]]
     result = {
         **inherited,
-        **stated,
+        **explicit,
+        **kind.fixed,
         "model_type": family.model_type,
         "architectures": [family.architecture],
     }
@@ -156,52 +174,42 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-@dataclass(frozen=True)
-class TensorLocation:
-    """Where a tensor of the language model is stored: a whole tensor, or a part of one.
+def tensor_locations(
+    stored: Iterable[str], shape_of: Callable[[str], Shape], hidden: int
+) -> dict[str, TensorLocation]:
+    """Return the location of each tensor of the language model in a multimodal checkpoint.
 
-    Example: with experts of width 32 the up projection of expert 3 is
-    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``.
-    """
+    ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
+    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in one
+    stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
+    is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
+    transformers.
 
-    name: str
-    """Name of the stored tensor."""
-    expert: int | None = None
-    """Index in its first dimension; None for a tensor that is not divided by experts."""
-    begin: int = 0
-    """First row of the part."""
-    end: int = 0
-    """Row behind the part."""
-
-    def shape(self, stored: Shape) -> Shape:
-        """Return the shape of the part of a tensor of the shape ``stored``."""
-        if self.expert is None:
-            return stored
-        return (self.end - self.begin, *stored[2:])
-
-
-def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, TensorLocation]:
-    """Return where each tensor of the language model lies among the tensors of a multimodal checkpoint.
-
-    ``stored`` are their names, and ``shape_of`` returns the shape of one. Keys are the names that the tensors
-    have in a checkpoint of the language model alone; tensors of other parts are left out. Experts that are
-    stored in one tensor, [experts, rows, hidden], become one tensor per expert.
-
-    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
+    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len, 8))
     ['model.norm.weight']
     """
     locations: dict[str, TensorLocation] = {}
     for stored_name in stored:
         if is_carried(stored_name):
             continue
+
         name = language_name(stored_name)
         fused = _FUSED_EXPERTS.match(name)
         if fused is None:
             locations[name] = TensorLocation(stored_name)
             continue
 
-        # The rows of the gate projection come before those of the up projection.
+        # Outputs of down, and inputs of gate and up, have the width of the model.
         shape = shape_of(stored_name)
+        hidden_dim = 2
+        if fused["matrix"] == "down_proj":
+            hidden_dim = 1
+        if shape[hidden_dim] != hidden:
+            for own_name, location in expert_tensors(name, shape, interleaved=False).items():
+                locations[own_name] = replace(location, name=stored_name)
+            continue
+
+        # The rows of the gate projection come before those of the up projection.
         matrices = ("down_proj",)
         if fused["matrix"] == "gate_up_proj":
             matrices = ("gate_proj", "up_proj")
@@ -214,7 +222,7 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
 
 
 def language_name(stored: str) -> str:
-    """Return the name that a stored tensor of the language model has in a checkpoint of its own.
+    """Return the name of a stored tensor in a checkpoint of the language model alone.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')

@@ -14,13 +14,14 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, nearest, raise_errors
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
+from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.multimodal import MULTIMODAL, language_config
+from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_config, multimodal_of
 from megatron_rl.shapes.quantized import Quantization, read_quantization
-from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
+"""Prefix of the tensor names of a layer."""
 SINGLE = "model.safetensors"
 """The weights file of a Hugging Face checkpoint with one file."""
 INDEX = "model.safetensors.index.json"
@@ -69,8 +70,13 @@ class PretrainedModel:
     """Sizes."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
-    is_multimodal: bool = False
-    """Whether it is the language model of a multimodal checkpoint."""
+    multimodal: Multimodal | None = None
+    """Kind of the multimodal checkpoint whose language model it is, if it is one."""
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Return whether it is the language model of a multimodal checkpoint."""
+        return self.multimodal is not None
 
     @property
     def engine_keys(self) -> Mapping[str, Any]:
@@ -99,6 +105,16 @@ class PretrainedModel:
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor as the family's checkpoints store them, in order.
+
+        They differ from `tensor_shapes` where the experts of a layer are stored in one tensor.
+        """
+        shapes = self.tensor_shapes()
+        if self.family.interleaved_experts:
+            return stored_shapes(shapes)
+        return shapes
 
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""
@@ -163,9 +179,20 @@ class PretrainedModel:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
+
         # MTP layers are numbered after the model's own.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether a checkpoint tensor is copied into exports and not trained, such as an indexer's."""
+        return self.is_mtp(name) or any(part in name for part in self.family.copied)
+
+    @property
+    def loads_as_stored(self) -> bool:
+        """Return whether libraries can load the checkpoint's files into the model that engines build."""
+        is_other_model = self.is_multimodal or bool(self.family.engine_family)
+        return self.quantization is None and not is_other_model
 
     def has_separate_head(self, names: Container[str]) -> bool:
         """Return whether a checkpoint stores an output layer that config.json ties to the embedding.
@@ -178,9 +205,9 @@ class PretrainedModel:
         """Return whether a checkpoint tensor that the model does not use is skipped without a warning.
 
         These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
-        head, and multi-token prediction layers.
+        head, multi-token prediction layers, and the family's `copied` tensors.
         """
-        if self.is_mtp(name):
+        if self.is_copied(name):
             return True
         output_unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and output_unused)
@@ -189,8 +216,8 @@ class PretrainedModel:
 def weight_files(path: Path) -> list[Path] | None:
     """Return the weight files of a checkpoint's folder; None if its index lists them.
 
-    A folder may contain further tensors that are not the model's: adapters that were merged into it,
-    Mistral's `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
+    A folder may contain files that are not the model's: adapters that were merged into it, Mistral's
+    `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
     transformers: `model.safetensors` alone if it exists, otherwise the shards of the index.
     """
     single = path / SINGLE
@@ -199,16 +226,23 @@ def weight_files(path: Path) -> list[Path] | None:
         return [single]
     if (path / INDEX).is_file():
         return None
+
+    # Without an index the numbered shards are complete, and any other file is a last resort.
     numbered = sorted(path.glob("model-*.safetensors"))
     return numbered or sorted(path.glob("*.safetensors"))
 
 
-def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: str) -> UserError:
+def separate_head_error(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    difference: str,
+) -> UserError:
     """Return the error of a checkpoint whose output layer differs from the embedding it is tied to.
 
     transformers and vLLM do not tie the two in this case, and train or sample with the output layer.
-    ``shapes`` are the stored shapes by tensor name; ``what`` describes the difference.
+    ``shapes`` are the stored shapes by tensor name; ``difference`` describes it, as in "other values".
     """
+    # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])
     embedding = tuple(shapes[EMBEDDING])
     if head == embedding:
@@ -220,7 +254,7 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
         f"the checkpoint has an output layer of its own, and config.json ties it to {EMBEDDING}",
         where=str(path),
         expected=f"{OUTPUT} equal to {EMBEDDING}, or tie_word_embeddings: false in config.json",
-        got=f"tie_word_embeddings: true with {OUTPUT} {list(head)} with {what}",
+        got=f"tie_word_embeddings: true with {OUTPUT} {list(head)} with {difference}",
         fix=fix,
     )
 
@@ -228,7 +262,7 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
 def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    The model of a multimodal one is its language model. ``file`` is the path that errors name. Raises
+    A multimodal config.json describes its language model. ``file`` is the path that errors name. Raises
     UserError for a family that is not in the table, and UserErrors for values that are missing or not
     supported.
     """
@@ -238,13 +272,13 @@ def describe(config: Mapping[str, Any], file: str = "config.json") -> Pretrained
     reader = ConfigReader(normal, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
-    return PretrainedModel(family, shape, normal, language_model is not config)
+    return PretrainedModel(family, shape, normal, multimodal_of(config))
 
 
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    That of a multimodal model is its language model's. ``file`` is the path that errors name. Raises
+    A multimodal model has the family of its language model. ``file`` is the path that errors name. Raises
     UserError for any family that cannot be trained.
     """
     config = language_config(config)
@@ -255,35 +289,22 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     model_type = config.get("model_type")
     supported = [family.architecture for family in FAMILIES.values()]
 
-    # The architecture decides; the model type only where there is none.
+    # The architecture decides; the model type only without an architecture.
     for family in FAMILIES.values():
         if architecture is None and model_type in family.model_types:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
 
-    # The error of a recognised family names the feature that is missing.
-    for refused in REFUSED:
-        if architecture == refused.architecture or (
-            architecture is None and model_type == refused.model_type
-        ):
-            raise UserError(
-                f"{refused.title} cannot be trained",
-                where=f"{file}: architectures",
-                expected="one of " + ", ".join(sorted(supported)),
-                got=f"{refused.architecture}; missing: {refused.missing}",
-                fix="use a checkpoint of another family",
-            )
-
     # A multimodal model of another kind has the config.json of its language model under text_config, too.
     name = str(architecture or model_type or "")
-    inner = config.get("text_config")
-    inner_family = None
-    if isinstance(inner, Mapping):
-        inner_family = nearest(str(inner.get("model_type")), FAMILIES)
+    text_config = config.get("text_config")
+    text_family = None
+    if isinstance(text_config, Mapping):
+        text_family = nearest(str(text_config.get("model_type")), FAMILIES)
     close = nearest(name, [*supported, *FAMILIES])
-    if inner_family:
-        fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
+    if text_family:
+        fix = f"save the language model alone: {FAMILIES[text_family].architecture}.from_pretrained(PATH)"
     elif close:
         fix = f"correct the name, if {close} is intended"
     else:
@@ -301,8 +322,8 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
 def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config.json with a ``model_type`` that transformers has a class for.
 
-    That of a multimodal model is its language model's (`language_config`). Any other config.json is returned
-    as it is.
+    A multimodal config.json is replaced by the one of its language model (`language_config`). Any other one
+    is returned unchanged.
 
     >>> transformers_config({"model_type": "kimi_k2", "hidden_size": 7168})
     {'model_type': 'deepseek_v3', 'hidden_size': 7168}
@@ -313,6 +334,32 @@ def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or family.model_type == model_type:
         return config
     return {**config, "model_type": family.model_type}
+
+
+def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the model that generation engines build: `transformers_config` in general.
+
+    A family with sparse attention has that of its dense `Family.engine_family`, since vLLM has sparse
+    attention on some accelerators alone.
+    """
+    config = transformers_config(config)
+    family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
+    if family is None or not family.engine_family:
+        return config
+
+    normal = family.normal(config)
+    dense = FAMILIES[family.engine_family]
+    result: dict[str, Any] = {}
+    for key, value in normal.items():
+        # vLLM takes a model with `index_topk` for a sparse one.
+        if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types"):
+            result[key] = value
+    return {
+        **result,
+        **family.engine_keys(normal),
+        "model_type": dense.model_type,
+        "architectures": [dense.architecture],
+    }
 
 
 def read_pretrained(path: Path) -> PretrainedModel:

@@ -33,13 +33,10 @@ _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", 
 """The MLP is not gated."""
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
 """``attention_bias`` does not include the output projection."""
-_ROUTER_BIAS = ("gpt_oss",)
-"""The router has biases."""
 _UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
     ("learned_positions", None, "learned positions"),
-    ("expert_bias", True, "biases in experts"),
 )
 """Fields of `ModelShape` that no layer here implements: field, its value (None for any true one), noun."""
 
@@ -227,7 +224,6 @@ def _mixture(reader: ConfigReader, layers: int) -> Fields:
         "expert_width": width,
         "shared_width": shared_width,
         "shared_gate": gate and shared_width > 0,
-        "router_bias": bool(reader.get("router_bias", model_type in _ROUTER_BIAS)),
-        "expert_bias": model_type == "gpt_oss",
+        "router_bias": reader.flag("router_bias"),
         "dense_layers": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     }

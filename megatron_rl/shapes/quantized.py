@@ -1,7 +1,8 @@
-"""Checkpoints with weights of 8 bits and scales, which a run reads as bfloat16 or float32.
+"""Checkpoints with weights of 8 or 4 bits and scales, which a run reads as bfloat16 or float32.
 
 A weight is its stored numbers times its scales. A scale belongs to a block of 128 x 128 entries, as in
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
+In mxfp4, the format of gpt-oss, it belongs to 32 entries of a row (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 
+MXFP4_BLOCK = 32
+"""Entries of a row that share a scale in mxfp4."""
 FP8 = "F8_E4M3"
 """dtype of quantised weights, in safetensors' spelling."""
 SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
@@ -20,12 +23,16 @@ SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 _KEYS = ("quantization_config", "compression_config")
 """Keys of config.json that describe a quantisation; the second one is compressed-tensors' older one."""
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Endings that make the name of a weight that of its scales. Both kinds are multiplied with the weight."""
+"""Suffixes of the names of scales, after the name of their weight. Both kinds multiply the weight."""
 _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 """Endings of the names of scales of activations, which a model in bfloat16 does not need."""
-_READABLE = "fp8 with weight_block_size or weight_scale, or compressed-tensors with weights of float 8 bits"
+_READABLE = (
+    "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, or mxfp4 "
+    "of gpt-oss"
+)
+"""Quantisations that can be read, for errors."""
 
 Shape = tuple[int, ...]
 
@@ -47,7 +54,9 @@ class Quantization:
 
     @property
     def text(self) -> str:
-        """Return what `check` calls it."""
+        """Return a description for the output of `check`."""
+        if self.method == "mxfp4":
+            return f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
         if self.block is None:
             return f"{self.method} weights of 8 bits with a scale per tensor or row"
         rows, columns = self.block
@@ -62,6 +71,7 @@ class Quantization:
         if len(scales) > len(weight):
             return None
 
+        # Only the last two dimensions, rows and columns of a matrix, have blocks of the configured size.
         block: list[int] = []
         padded = scales + (1,) * (len(weight) - len(scales))
         first_of_block = len(weight) - 2
@@ -101,26 +111,29 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
         return None
     key = keys[0]
     settings = config[key]
-    where = f"{file}: {key}"
+    path = f"{file}: {key}"
     if not isinstance(settings, Mapping):
-        raise _refusal(where, repr(settings))
+        raise _refusal(path, repr(settings))
 
     method = settings.get("quant_method")
     if method == "fp8":
-        return Quantization("fp8", _fp8_block(settings, where))
+        return Quantization("fp8", _fp8_block(settings, path))
+    # Published by one family alone, which stores its experts so (see `shapes.fused_experts`).
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
+        return Quantization("mxfp4", (1, MXFP4_BLOCK))
     if method == "compressed-tensors":
-        return Quantization("compressed-tensors", _compressed_block(settings, where))
-    raise _refusal(where, f"quant_method: {method}")
+        return Quantization("compressed-tensors", _compressed_block(settings, path))
+    raise _refusal(path, f"quant_method: {method}")
 
 
 def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
     """Return the name of the scales of each quantised weight among the tensors of a checkpoint."""
-    present = set(names)
+    stored = set(names)
     scales: dict[str, str] = {}
     for suffix in _SCALE_SUFFIXES:
-        for name in present:
+        for name in stored:
             weight = name.removesuffix(suffix)
-            if weight != name and weight in present:
+            if weight != name and weight in stored:
                 scales.setdefault(weight, name)
     return scales
 
@@ -131,7 +144,7 @@ def is_activation_scale(name: str) -> bool:
 
 
 def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> UserError:
-    """Return the error of scales of another shape than their weight needs; ``file`` holds the scales."""
+    """Return the error of scales whose shape does not fit their weight; ``file`` has the scales."""
     return UserError(
         f"the scales {name} do not belong to their weight",
         where=file,
@@ -141,61 +154,85 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
     )
 
 
-def _fp8_block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> UserError:
+    """Return the error of a matrix in mxfp4 that does not have a scale for each of its blocks."""
+    got = "no scales"
+    if scales is not None:
+        got = f"blocks {list(blocks)} with scales {list(scales)}"
+    return UserError(
+        f"the blocks {name} have no scales of their shape",
+        where=file,
+        expected=f"blocks of {MXFP4_BLOCK // 2} bytes, with a scale of 1 byte for each",
+        got=got,
+        fix="download the checkpoint again, with all its files",
+    )
+
+
+def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
+    """Return whether each block of a matrix in mxfp4 has a scale; both arguments are stored shapes."""
+    return len(blocks) == 4 and blocks[3] == MXFP4_BLOCK // 2 and scales == blocks[:3]
+
+
+def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
     """Return the block of ``quant_method: fp8``, None for a scale per tensor or row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
-        raise _refusal(where, f"fmt: {number_format}")
+        raise _refusal(path, f"fmt: {number_format}")
+
     block = settings.get("weight_block_size")
     if block is None:
         return None
-    return _block(block, f"{where}.weight_block_size")
+    return _block(block, f"{path}.weight_block_size")
 
 
-def _compressed_block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
     """Return the block of ``quant_method: compressed-tensors``, None for a scale per tensor or row."""
-    # These change the weights in further ways.
+    # Sparsity and transforms change the weights beyond the product with the scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise _refusal(where, f"sparsity_config.format: {sparsity['format']}")
+        raise _refusal(path, f"sparsity_config.format: {sparsity['format']}")
     if settings.get("transform_config"):
-        raise _refusal(where, "transform_config")
+        raise _refusal(path, "transform_config")
 
+    # Each group of layers has its own description; all must have the same block.
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _refusal(where, "no config_groups")
+        raise _refusal(path, "no config_groups")
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
-        group_path = f"{where}.config_groups.{name}.weights"
+        group_path = f"{path}.config_groups.{name}.weights"
         weights = isinstance(group, Mapping) and group.get("weights")
         if not isinstance(weights, Mapping):
             raise _refusal(group_path, repr(weights))
-        found = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
-        if (found["type"], found["num_bits"]) != ("float", 8) or found["symmetric"] is False:
-            raise _refusal(group_path, str(found))
-        if found["strategy"] == "block":
+
+        # Symmetric scales have no zero point.
+        values = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        if (values["type"], values["num_bits"]) != ("float", 8) or values["symmetric"] is False:
+            raise _refusal(group_path, str(values))
+        if values["strategy"] == "block":
             blocks.add(_block(weights.get("block_structure"), f"{group_path}.block_structure"))
-        elif found["strategy"] in ("tensor", "channel"):
+        elif values["strategy"] in ("tensor", "channel"):
             blocks.add(None)
         else:
-            raise _refusal(group_path, str(found))
+            raise _refusal(group_path, str(values))
 
     if len(blocks) > 1:
-        raise _refusal(f"{where}.config_groups", "groups with and without blocks, or with other blocks")
+        raise _refusal(f"{path}.config_groups", "groups with and without blocks, or with other blocks")
     return blocks.pop()
 
 
-def _block(value: Any, where: str) -> tuple[int, int]:
+def _block(value: Any, path: str) -> tuple[int, int]:
     """Return a block's rows and columns; raises UserError unless they are two counts."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
-    raise _refusal(where, repr(value), "two counts: rows and columns that share a scale")
+    raise _refusal(path, repr(value), "two counts: rows and columns that share a scale")
 
 
-def _refusal(where: str, got: str, expected: str = _READABLE) -> UserError:
+def _refusal(path: str, got: str, expected: str = _READABLE) -> UserError:
+    """Return the error of a quantisation that cannot be read, set at ``path`` in config.json."""
     return UserError(
         "the model's weights are quantised in a way that cannot be read",
-        where=where,
+        where=path,
         expected=expected,
         got=got[:200],
         fix="use the checkpoint that was quantised, in bfloat16 or float32",

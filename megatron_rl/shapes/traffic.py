@@ -1,6 +1,6 @@
-"""The bytes that a weight sync from the actor to the rollout engine sends: exact, from sizes alone.
+"""Bytes that a weight sync from the actor to the rollout engine sends: exact, from sizes alone.
 
-A rank receives the parts of tensors that it needs and does not hold. Layers with the same parameters are
+A rank receives the parts of tensors that it needs and does not have. Layers with the same parameters are
 computed once, so that a model of any size on any number of ranks takes milliseconds.
 
 Which shard of the engine a rank needs depends on its rank in the engine replica alone, so the order of the
@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
@@ -64,6 +65,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
     """
     group_size = sum(group_rows)
 
+    # The rank's share is a range of the interleaving: count each tensor's rows before both of its ends.
     def rows_before(end: int, offset: int, size: int) -> int:
         """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the interleaving."""
         # All rows of the complete groups, and the part of the last group that is before its end.
@@ -82,6 +84,8 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
 def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) -> Slice:
     """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
+
+    # Sharded by another dimension than the rows, or not at all.
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
@@ -100,6 +104,7 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
 
     The first ranks get one more if the number of experts is not divisible.
     """
+    # vLLM's `determine_expert_map` with linear placement.
     quotient, remainder = divmod(experts, replica_size)
     start = rank * quotient + min(rank, remainder)
     return range(start, start + quotient + (rank < remainder))
@@ -113,6 +118,7 @@ def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
     """Return start and stop of one rank's share of a size, padded to a multiple and to equal shares."""
     padded = -(-size // multiple) * multiple
+
     # The last ranks have fewer rows of the tensor, or none.
     rows = -(-padded // ranks)
     return min(rank * rows, size), min((rank + 1) * rows, size)
@@ -120,7 +126,7 @@ def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[
 
 def _common_elements(source: Source, first: Slice, second: Slice) -> int:
     """Count the elements of a tensor that are in both slices."""
-    # Slices of different dimensions always meet: in a box of both lengths.
+    # Slices of different dimensions always intersect, in a box of both lengths.
     if first.dim != second.dim:
         lengths = math.prod(piece.stop - piece.start for piece in (first, second))
         return lengths * source.elements // (source.shape[first.dim] * source.shape[second.dim])
@@ -131,7 +137,7 @@ def _common_elements(source: Source, first: Slice, second: Slice) -> int:
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Bytes of weights that each rank of an engine replica needs, and that the actor's ranks hold of them.
+    """Bytes of weights that each rank of an engine replica needs, and how many of them each actor rank has.
 
     Example, two ranks that both need 100 bytes: ``SharedBytes((100, 100), {0: [50, 0], 1: [0, 50]}, 200)``.
     """
@@ -164,39 +170,43 @@ class SharedBytes:
 
 
 def peers_on_node(
-    shared: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
+    shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
-    """Return an upper bound of the ranks of its own node with which a rank exchanges weights.
+    """Return an upper bound of the number of ranks of its node that a rank exchanges weights with.
 
-    ``ranks`` are the engine's, whose replicas are consecutive. A rank of the node counts as a sender if it
-    has layers of another pipeline stage, or a shard that differs from the receiver's and has needed bytes
-    beyond those that every rank of its stage has.
+    ``ranks`` are the engine's, whose replicas are consecutive. A rank of the receiver's node counts as a
+    sender in two cases: it has layers of another pipeline stage, or its shard differs from the receiver's and
+    has needed bytes beyond the ones that every rank of its stage has.
     """
-    # By stage, the bytes that all of its ranks hold for each rank of a replica, such as norms.
+    # By stage, the bytes that all of its ranks have for each rank of a replica, such as norms.
     common: dict[int, list[int]] = {}
     stage_of: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
-        held = [shared.held[rank] for rank in stage_ranks]
-        common[stage] = [min(sizes) for sizes in zip(*held, strict=True)]
+        bytes_by_rank = [shared_bytes.held[rank] for rank in stage_ranks]
+        common[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
         stage_of |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
     for position, receiver in enumerate(ranks):
-        index = position % len(shared.needed)
-        if not shared.lacking(receiver, index):
+        index = position % len(shared_bytes.needed)
+        if not shared_bytes.lacking(receiver, index):
             continue
+
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_of.get(sender)
             # Ranks with the same shards share one list; equal bytes may be of different experts.
-            if stage is None or shared.held[sender] is shared.held.get(receiver):
+            if stage is None or shared_bytes.held[sender] is shared_bytes.held.get(receiver):
                 continue
-            # Of its own stage, a receiver holds the common bytes.
-            held_already = common[stage][index] if stage == stage_of.get(receiver) else 0
-            if shared.held[sender][index] > held_already:
+
+            # A receiver already has the common bytes of its own stage.
+            resident_bytes = 0
+            if stage == stage_of.get(receiver):
+                resident_bytes = common[stage][index]
+            if shared_bytes.held[sender][index] > resident_bytes:
                 peers.setdefault(sender, set()).add(receiver)
                 peers.setdefault(receiver, set()).add(sender)
-    return max((len(others) for others in peers.values()), default=0)
+    return max((len(peers_of_rank) for peers_of_rank in peers.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -234,7 +244,7 @@ def shared_bytes(
     whole_experts: bool = False,
     lora: Lora | None = None,
 ) -> SharedBytes:
-    """Return the bytes that each rank of an engine replica needs, and that the actor's ranks hold of them.
+    """Count the bytes that each rank of an engine replica needs, and how many of them each actor rank has.
 
     ``replica_size`` is the number of its ranks, ``itemsize`` the bytes of an element in the engine,
     ``settings`` are Megatron's for uneven stages. ``whole_experts`` selects vLLM's expert parallelism. With
@@ -242,7 +252,7 @@ def shared_bytes(
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
-    # A trainer on one rank holds everything: its common bytes are those that the engine needs.
+    # A trainer on one rank holds everything that the engine needs.
     single_rank = ParallelLayout((0,))
     model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(
@@ -379,6 +389,7 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
     """
     if not colocated:
         return model_bytes
+    # All shards but the rank's own.
     shards = actor.tensor * actor.pipeline
     return model_bytes * (shards - 1) / shards
 
@@ -469,7 +480,7 @@ def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
         raise ValueError(f"{rows} rows do not fill {columns} places of {capacity}")
 
     # Search the smallest limit on the largest cost under which an assignment exists.
-    limits = sorted({cost for row in costs for cost in row})
+    limits = sorted(set(chain.from_iterable(costs)))
     low = 0
     high = len(limits) - 1
     while low < high:
@@ -500,6 +511,7 @@ def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
     """Return whether all rows can be assigned to columns that cost at most ``limit`` (augmenting paths)."""
+    # Rows of each column.
     assigned: list[list[int]] = [[] for _ in costs[0]]
 
     def augment(row: int, visited: set[int]) -> bool:
@@ -527,6 +539,8 @@ def _cheapest(matrix: Sequence[Sequence[int]]) -> list[int]:
 
     Rows and columns are counted from 1; column 0 stands for the row that is being inserted.
     """
+    # The prices are the dual variables: a pair is tight if its cost is the sum of both prices. ``row_of`` is
+    # the row of each column, 0 for a free one; ``previous`` is the column before it on the path.
     size = len(matrix)
     infinity = float("inf")
     row_price = [0] * (size + 1)
@@ -573,6 +587,7 @@ def _cheapest(matrix: Sequence[Sequence[int]]) -> list[int]:
             row_of[column] = row_of[previous[column]]
             column = previous[column]
 
+    # Count from 0 again.
     result = [0] * size
     for column in range(1, size + 1):
         result[row_of[column] - 1] = column - 1

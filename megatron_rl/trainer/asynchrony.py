@@ -75,7 +75,10 @@ class AheadBatches:
 
     @contextmanager
     def next(
-        self, step: int, phase: Phases, learners: ReplicaGroup
+        self,
+        step: int,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """Yield the oldest batch of the queue, while the newest weights sample a later one.
 
@@ -155,7 +158,10 @@ class AheadBatches:
         return staleness(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)
 
     def _compute_rewards(
-        self, sampled: SampledBatch, phase: Phases, learners: ReplicaGroup
+        self,
+        sampled: SampledBatch,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> tuple[ScoredBatch, tuple[int, int]]:
         """Return the rewarded rows, and the numbers of informative groups and of all groups.
 

@@ -1,7 +1,8 @@
-"""Callbacks of the user: classes that are told of each step on the first rank, and that can break nothing.
+"""Callbacks of the user: classes called for each step on the first rank, whose errors never end the run.
 
-A callback has any of the methods in `check.callbacks.METHODS`. It gets copies, and its first exception ends
-its calls with a warning: the run goes on. The run waits for its methods: long work belongs in a thread.
+A callback has any of the methods in `check.callbacks.METHODS`. Its methods get copies of the values. Its
+first exception disables it with a warning, and the run continues. Methods run synchronously: long work
+belongs in a thread.
 """
 
 from __future__ import annotations

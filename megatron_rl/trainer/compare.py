@@ -139,6 +139,7 @@ def _result_rows(
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
     results = [[_results(run.metrics) for run in group] for group in groups.values()]
     labels = dict.fromkeys(label for group in results for run_results in group for label in run_results)
+
     for label in labels:
         cells = [
             _mean_and_deviation([run_results[label] for run_results in group if label in run_results])
@@ -176,7 +177,7 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of the first step with a time; of the stages' lines if the run has no steps.
+    """Return the metrics of the first step with a time; a step of a stage if the run has no others.
 
     An evaluation before the first step has no time: its line can be equal in runs that are not copies.
     """

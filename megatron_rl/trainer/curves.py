@@ -260,7 +260,7 @@ def _shortened(name: str, max_characters: int = 32) -> str:
 
 
 def _axes(count: int) -> list[Axes]:
-    """Return the axes of a new figure with so many pictures, at most `_COLUMNS` in a row."""
+    """Return the axes of a new figure with ``count`` pictures, at most `_COLUMNS` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -293,7 +293,7 @@ def _styled_figure(axes: Sequence[Axes]) -> Figure:
 
 
 def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Give every panel its place in the figure, with the margins that its texts need.
+    """Position every panel in the figure, with the margins that its texts need.
 
     A layout engine measures every text and draws the figure twice, which takes three times as long as this.
     """
@@ -305,14 +305,14 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
     columns = min(_COLUMNS, len(axes))
     rows = -(-len(axes) // columns)
 
-    def place(index: int, left: float) -> None:
-        """Place a panel; ``left`` is its left margin in inches."""
+    def place(index: int, left_margin: float) -> None:
+        """Place a panel; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
         axes[index].set_position(
             (
-                (column * width + left) / (columns * width),
+                (column * width + left_margin) / (columns * width),
                 ((rows - 1 - row) * height + _BOTTOM_INCHES) / (rows * height),
-                (width - left - _RIGHT_INCHES) / (columns * width),
+                (width - left_margin - _RIGHT_INCHES) / (columns * width),
                 (height - _TOP_INCHES - _BOTTOM_INCHES) / (rows * height),
             )
         )
@@ -320,12 +320,12 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
     # The height decides how many labels the vertical axes have, and they decide the left margin.
     extents = [0.0]
     for index, axis in enumerate(axes):
-        place(index, left=0.0)
+        place(index, left_margin=0.0)
         labels = axis.yaxis.get_tightbbox()
         if labels is not None:
             extents.append(axis.bbox.x0 - labels.x0)
     for index in range(len(axes)):
-        place(index, left=max(extents) / figure.dpi + 0.1)
+        place(index, left_margin=max(extents) / figure.dpi + 0.1)
 
 
 def _svg(figure: Figure) -> bytes:

@@ -1,7 +1,7 @@
-"""A dataflow of a user's own: the steps of a run, carried out by the lines of a script.
+"""User-defined dataflow: a script that carries out the steps of a run.
 
 The one idea: `Run.steps` are the steps of `train`, with its evaluation, checkpoints, metrics and stop rules,
-and the script says what happens in each. Every rank runs the same lines on the same values; each method here
+and the script is the body of each step. Every rank runs the same lines on the same values; each method here
 is collective over the world.
 """
 
@@ -33,11 +33,13 @@ from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
 from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError, UserErrors, numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
+from megatron_rl.rollout.limits import length_metrics
 from megatron_rl.trainer.job import Job, Stopped, job
 from megatron_rl.trainer.loop import (
     StepResult,
@@ -100,7 +102,7 @@ class Run:
             self._entered = Training(self._job)
             self._members = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
-            # As in the block: this process reports the error and ends, and with it the job.
+            # As for an error in the block: this process reports it and ends, and with it the job.
             self._stack.__exit__(*sys.exc_info())
             raise
         return self
@@ -155,11 +157,11 @@ class Run:
         return LearningRole(self, critic, partial(value_objective, self.algorithm))
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that remain.
+        """Yield the remaining steps.
 
-        A run that begins first runs its stages (`sft`, `preference`, reward models). After each step its
-        metrics and samples are written, and evaluations and checkpoints that are due are made; after the last
-        one the model and the report. A script that leaves the loop earlier leaves the run to be resumed.
+        A new run first runs its stages (`sft`, `preference`, reward models). After each step its
+        metrics and samples are written, and pending evaluations and checkpoints are made; the model and the
+        report follow the last step. If the script leaves the loop earlier, the run can be resumed.
         """
         training = self._training
         self._steps = training.steps()
@@ -176,14 +178,20 @@ class Run:
             if self._batches:
                 batch = concatenate_batches(self._batches)
                 local_metrics += batch.metrics
-            step.result = StepResult(
-                self._metrics, local_metrics, batch, training.state.algorithm, warning=None
-            )
+            step.result = StepResult(self._metrics, local_metrics, batch, training.state.algorithm)
             self._step = None
         self._is_complete = True
 
-    def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
-        """Sample responses to P prompts from the actor's current weights: [P * samples] rows.
+    def generate(
+        self,
+        prompts: PromptBatch,
+        samples: int | None = None,
+        *,
+        greedy: bool = False,
+    ) -> Rollouts:
+        """Sample responses to P prompts from the actor's weights: [P * samples] rows.
+
+        The weights are the current ones unless `hybrid_engine.every` says otherwise.
 
         The rows of a prompt are consecutive, with the same ``group``. ``samples`` None:
         `batch.samples_per_prompt`. ``greedy``: the most likely tokens, without filters. The seed depends on
@@ -198,9 +206,11 @@ class Run:
 
         count = samples or self.config.batch.samples_per_prompt
         with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
-            pending = start_complete(roles.rollout, prompts, count, seed, roles.hybrid_engine.version)
+            version = roles.hybrid_engine.rollout_version
+            pending = start_complete(roles.rollout, prompts, count, seed, version)
             rollouts = gather_complete(roles.rollout, pending, self._members)
         self._local_metrics += sync_metrics
+        self._metrics += length_metrics(prompts, rollouts, self.config.rollout)
         return rollouts
 
     def rewards(self, prompts: PromptBatch, rollouts: Rollouts) -> Scores:
@@ -238,9 +248,7 @@ class Run:
 
         version = training.roles.hybrid_engine.version
         valid = valid_rows(rollouts, scores, self.algorithm)
-        warning = check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
-        if warning:
-            self._job.say(f"step {self._current.number}: warning: {warning}")
+        check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
         return scores
 
     def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:
@@ -255,7 +263,12 @@ class Run:
         self._metrics += metrics
         return batch
 
-    def batch(self, rollouts: Rollouts, advantages: Tensor, scores: Scores | None = None) -> TrainBatch:
+    def batch(
+        self,
+        rollouts: Rollouts,
+        advantages: Tensor,
+        scores: Scores | None = None,
+    ) -> TrainBatch:
         """Return a training batch with ``advantages`` of the script's own, [B] or [N].
 
         Rows whose advantage is NaN are left out. ``scores`` adds the log-probs that `score` found.
@@ -281,18 +294,18 @@ class Run:
         losses with a reference read.
         """
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
-        kept: list[int] = []
+        pair_rows: list[int] = []
         for pair in zip(chosen, rejected, strict=True):
             if all(int(counts[row]) for row in pair):
-                kept.extend(pair)
+                pair_rows.extend(pair)
 
         # The rows of a pair are a group, which stays in one mini-batch.
-        batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(kept)
+        batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(pair_rows)
         return Pairs(
             replace(
                 batch,
-                group=torch.arange(len(kept) // PAIR).repeat_interleave(PAIR),
-                position=torch.arange(len(kept)),
+                group=torch.arange(len(pair_rows) // PAIR).repeat_interleave(PAIR),
+                position=torch.arange(len(pair_rows)),
             )
         )
 
@@ -391,12 +404,12 @@ class LearningRole:
         optimizer_steps: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """Train on a batch; its metrics are the step's.
+        """Train on a batch, and add its metrics to the step's.
 
         ``loss``: ``loss(rows, log_probs, entropy)`` of a micro-batch returns ``sum(rows.loss_weights * l)``
         and `Metrics`; weights have the denominators of the whole mini-batch, so that sums of micro-batches
-        and ranks are exact. A critic's has ``loss(rows, values)``. None: that of the configured algorithm,
-        for pairs DPO. ``optimizer_steps`` and ``epochs`` None: those of `batch`.
+        and ranks are exact. For a critic it is ``loss(rows, values)``. None: the loss of the configured
+        algorithm, DPO for pairs. ``optimizer_steps`` and ``epochs`` None: the settings of `batch`.
         """
         objective = loss or self._objective
         if loss is None and isinstance(batch, Pairs):
@@ -411,12 +424,16 @@ def _no_prompts() -> PromptBatch:
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings of a step that the script itself carries out."""
+    """Raise UserErrors for settings of the trainer's own step, which the script replaces."""
     settings = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
+        "rollout.filters.refill": config.rollout.filters.refill,
+        # Such limits follow response lengths, which only the trainer's own source of responses records.
+        "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }
+
     errors = [
         UserError(
             f"the steps of a script are carried out without {key}",
@@ -428,5 +445,6 @@ def _reject_unsupported(config: RunConfig) -> None:
         for key, is_set in settings.items()
         if is_set
     ]
+
     if errors:
         raise UserErrors(errors)

@@ -83,7 +83,13 @@ class EmbeddedTrainer:
 
         # The script's ranks all sample and learn, so batches are never sampled ahead.
         source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
-        self._batches = SameStepBatches(self.config, self.roles, self.algorithm, source)
+        self._batches = SameStepBatches(
+            self.config,
+            self.roles,
+            self.algorithm,
+            source,
+            prompts,
+        )
         self.state = TrainerState(prompts, initial_state(self.algorithm), self.config.seed, source)
         self._phases = Phases()
 
@@ -132,9 +138,10 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
 
     Raises UserErrors for settings that are invalid or have no effect here.
     """
-    # Layout and dtype are those of the script's model; the memory estimate and the checks need them.
+    # The memory estimate and the checks need the layout and dtype of the script's model.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
+
     report = check_config(
         load(config, [*overrides, *settings]),
         device.world_size(),
@@ -158,6 +165,8 @@ def _reject_unsupported(config: RunConfig) -> None:
         "actor.routing_replay": actor.routing_replay != "none",
         "actor.layout.ranks": ranks != tuple(range(device.world_size())),
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
+        # The script's checkpoints would lack the weights that the rollout samples from.
+        "hybrid_engine.every": config.hybrid_engine.every != 1,
         "model.provider": config.model.provider,
         # The script's checkpoints would lack the critic's weights.
         "critic": algorithm_of(config).needs_critic,

@@ -46,7 +46,8 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
     model's dtype where that is larger. Returns the metrics of the sync. Collective over the world.
     """
     requests = _requests(config)
-    with roles.hybrid_engine.generation_mode() as sync_metrics:
+    # The trainer computes with the newest weights, so the engine needs them too.
+    with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         completions = _sample(roles, requests)
 
     # The ranks of a replica have the same completions, so one of them reports; then every rank has all rows.
@@ -69,12 +70,12 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 def _requests(config: RunConfig) -> list[GenerationRequest]:
     """Return the requests to each replica, the same in every run of a model."""
-    # As many as servers: a client sends each of these requests to another one.
+    # At least one per server: a client sends consecutive requests to different servers.
     count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines refuse requests that are longer than the rows of the run.
-    longest = longest_row(config)
-    prompt_tokens = min(_PROMPT_TOKENS, max(1, longest // 2))
-    limit = min(_RESPONSE_TOKENS, longest - prompt_tokens)
+    max_tokens = longest_row(config)
+    prompt_tokens = min(_PROMPT_TOKENS, max(1, max_tokens // 2))
+    limit = min(_RESPONSE_TOKENS, max_tokens - prompt_tokens)
 
     vocab = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
     generator = random.Random(0)
@@ -87,7 +88,7 @@ def _requests(config: RunConfig) -> list[GenerationRequest]:
 
 
 def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
-    """Return the completions of this rank's replica, none on ranks that are not a replica's first.
+    """Return the completions of this rank's replica; empty on all ranks but the first of each replica.
 
     Collective over the ranks of a replica.
     """
@@ -112,7 +113,7 @@ def _rollouts(
     """Return the rows of the completions that have tokens, None without any."""
     sequences = []
     for completion in completions:
-        # A server that was lost fails its requests. The run tolerates that, and so does its check.
+        # A server that was lost fails its requests. The run tolerates that, so this check does, too.
         if not completion.tokens:
             continue
         request = requests[completion.number]
@@ -120,6 +121,7 @@ def _rollouts(
         sequence.append_sampled(completion, version)
         sequence.finish_reason = completion.finish_reason
         sequences.append(sequence)
+
     if not sequences:
         return None
     return to_rollouts([SequenceGroup(to_prompts([]), sequences)])
@@ -131,8 +133,8 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
     mean = float(difference.mean())
 
-    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, which
-    # `mismatch.stop` is about.
+    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, for which
+    # `mismatch.stop` is meant.
     assert config.mismatch.stop is not None
     _, default_stop, _ = default_mismatch(config.model.dtype)
     bound = max(config.mismatch.stop, default_stop)

@@ -114,7 +114,12 @@ def evaluation_sets(
     return tuple(sets)
 
 
-def _function_role(config: RunConfig, function: str, path: str, tokenizer: Any) -> RewardRole:
+def _function_role(
+    config: RunConfig,
+    function: str,
+    path: str,
+    tokenizer: Any,
+) -> RewardRole:
     """Return a role that calls one function, with the time and resource limits of the run's rewards."""
     return RewardRole(config.reward.of_function(function), tokenizer, path)
 
@@ -125,12 +130,13 @@ def evaluate(
     """Sample and reward responses to each set; return the results and the metrics of the weight sync.
 
     ``eval/NAME/accuracy`` is the fraction of answers with a reward of at least `CORRECT_REWARD` among all
-    answers; of several scorers the first one's rewards count. An answer whose reward failed is not correct.
-    ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other metrics.
-    Collective over the world.
+    answers; with several scorers, the rewards of the first one count. An answer whose reward failed is not
+    correct. ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other
+    metrics. Collective over the world.
     """
     world = ReplicaGroup()
-    with roles.hybrid_engine.generation_mode() as sync_metrics:
+    # The weights to evaluate are the newest, also where responses are sampled from older ones.
+    with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
         answers = [gather_complete(roles.rollout, item, world) for item in pending]
 
@@ -177,7 +183,7 @@ def _reward_set(
     rewards = result.scores.rewards
     valid = result.scores.valid
 
-    # Of several scorers the first one decides what is correct, not the weighted sum.
+    # With several scorers the first one decides whether an answer is correct, not the weighted sum.
     marks = rewards
     if not roles.has_single_scorer:
         marks = result.scores.components[roles.reward.first_scorer]
@@ -370,7 +376,7 @@ def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
 
 
 def _ngrams(responses: Sequence[ndarray], length: int) -> ndarray:
-    """Return the n-grams of all responses, none across two of them: [count, length] int64."""
+    """Return the n-grams of all responses, without n-grams across two responses: [count, length] int64."""
     windows = [
         numpy.lib.stride_tricks.sliding_window_view(response, length)
         for response in responses

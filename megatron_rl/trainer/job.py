@@ -49,12 +49,15 @@ from megatron_rl.shapes.accelerator import ENVIRONMENT, accelerator_defaults
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
+from megatron_rl.trainer.memory_report import out_of_memory_error
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
 
+_REPORT_SECONDS = 1.0
+"""Time that the other ranks of a stopped job leave the one that reports the error."""
 ECHO_SECONDS = 10.0
 """Time within which a second SIGUSR1 is the same request: Slurm signals every process of a job step, and
 torchrun passes on the signal that it got itself."""
@@ -98,23 +101,29 @@ class Job:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
-    def stop_if_asked(self, save: Callable[[int], Path]) -> None:
-        """Save the current step with ``save`` and end the job, if any rank was asked to stop.
+    def stop_if_asked(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
+        """Save the current step with ``save`` and end the job, if any rank was asked to stop or has an error.
 
-        Gathering the signals makes all ranks end after the same step. Collective over the world.
+        ``error``: reason for an orderly end, which its rank reports. Gathering the requests makes all ranks
+        end after the same step. Collective over the world.
         """
-        signals = [number for number in gather_objects(self.stop.signal_number) if number is not None]
-        if not signals:
+        requests = gather_objects((self.stop.signal_number, error is not None))
+        signals = [number for number, _ in requests if number is not None]
+        if signals:
+            code = 128 + signals[0]
+            reason = signal.Signals(signals[0]).name
+        elif any(has_error for _, has_error in requests):
+            code = EXIT_BAD_INPUT
+            reason = "the error below"
+        else:
             return
 
         with self.phases("checkpoint"):
             path = save(self.phases.step)
-        code = 128 + signals[0]
-        name = signal.Signals(signals[0]).name
-        self.say(f"stopped by {name} after step {self.phases.step}: saved {path}; exit code {code}")
+        self.say(f"stopped by {reason} after step {self.phases.step}: saved {path}; exit code {code}")
         # No rank may end before all have written their part of the checkpoint.
         barrier()
-        raise Stopped(code)
+        raise Stopped(code, error)
 
     def join(self) -> None:
         """Start communication between the ranks, then write the folder's first files.
@@ -277,7 +286,12 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         # Only outside of `report_stop`, which handles SIGINT itself.
         raise
     except Stopped as stopped:
-        # State is saved and all ranks know: nothing to report.
+        # State is saved and all ranks know: only the rank with the error has something to report.
+        if stopped.error is not None:
+            report_errors(stopped.error)
+        elif stopped.code:
+            # The launcher kills all ranks when the first one has failed: let the report be written before.
+            time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
     except UserError as error:
         report_errors(error)
@@ -290,6 +304,11 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
             _end_process(EXIT_BAD_INPUT)
 
         rank_text = describe_rank(config, device.rank())
+        user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
+        if user_error is not None:
+            report_errors(user_error)
+            _end_process(EXIT_BAD_INPUT)
+
         print(
             f"\n{rank_text} failed {phases.location}: {type(error).__name__}: {error}\n"
             f"{traceback.format_exc()}",
@@ -338,11 +357,15 @@ def _end_process(code: int) -> None:
 
 
 class Stopped(BaseException):
-    """Orderly end of this rank after a signal asked the job to stop and its state was saved."""
+    """Orderly end of this rank after the job was asked to stop and its state was saved.
 
-    def __init__(self, code: int) -> None:
+    ``error``: what asked for it on this rank, None for a signal.
+    """
+
+    def __init__(self, code: int, error: UserError | None = None) -> None:
         super().__init__(code)
         self.code = code
+        self.error = error
 
 
 class Stop:
@@ -352,7 +375,13 @@ class Stop:
     ``rank_text``: description of this rank in messages.
     """
 
-    def __init__(self, rank_text: str, phases: Phases, console: int, seconds: float) -> None:
+    def __init__(
+        self,
+        rank_text: str,
+        phases: Phases,
+        console: int,
+        seconds: float,
+    ) -> None:
         self.signal_number: int | None = None
         self.rank_text = rank_text
         self._phases = phases
@@ -467,8 +496,10 @@ def code_of(config: RunConfig) -> Iterator[str]:
         yield reward.judge.parser
         if is_function(reward.judge.template):
             yield reward.judge.template
+
     for settings in config.evaluation.sets.values():
         yield from settings.functions().values()
+
     if config.rollout.filters.function is not None:
         yield config.rollout.filters.function
     if config.rollout.environment is not None:

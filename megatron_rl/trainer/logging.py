@@ -24,21 +24,21 @@ PLAIN_SECONDS = 10.0
 _LONGEST_CLOCK = 1e15
 """Duration from which `clock` prints the number of seconds instead of hours and minutes."""
 
+WIDTH = 100
+"""Columns of the console that a step's line has at most."""
+
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
     ("loss", "sft/loss", ".4f"),
-    ("length", "response/length", ".1f"),
-    ("entropy", "policy/entropy", ".3f"),
+    ("length", "response/length", ".0f"),
     ("kl", "kl/ref", ".4f"),
-    ("clipped", "policy/clip_fraction", ".3f"),
-    ("gradient", "policy/grad_norm", ".2f"),
-    ("mismatch", "mismatch/abs_diff", ".1e"),
-    ("invalid", "reward/invalid", ".3f"),
     ("tokens/s", "throughput/tokens_per_second", ".0f"),
-    ("s/step", "time/step", ".2f"),
+    ("entropy", "policy/entropy", ".2f"),
+    ("mismatch", "mismatch/abs_diff", ".0e"),
 )
-"""Columns of a step's console line, in order: label, metric and format. Metrics that a step does not have are
-omitted; the seconds of `PHASES` and the accuracies of evaluation sets follow."""
+"""Metrics of a step's console line, in order: label, metric and format. Metrics that a step does not have are
+omitted, and so are the last ones where the line has no room for them; metrics.jsonl has every metric."""
+
 PHASES = (
     "generate",
     "reward",
@@ -49,12 +49,61 @@ PHASES = (
     "idle_learn",
     "idle_rollout",
 )
-"""Phases of a step whose seconds the console line shows."""
+"""Phases of a step whose seconds the console line may show."""
+
+_RULE_WIDTH = 16
+"""Columns of a health rule's name, which may be the user's, in a step's line."""
+
+_SHOWN_PHASES = 2
+"""Phases of a step that the console line shows: the longest ones."""
 
 
 def accuracies(names: Iterable[str]) -> list[str]:
     """Return the metric names among ``names`` that are accuracies of evaluation sets."""
     return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
+
+
+def _health_texts(values: Mapping[str, float]) -> list[str]:
+    """Return the first health rule that fires in a step, and the number of the others; empty if none does."""
+    prefix = "health/"
+    firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
+    if not firing:
+        return []
+    text = f"unhealthy {firing[0][:_RULE_WIDTH]}"
+    if len(firing) > 1:
+        text += f" and {len(firing) - 1} more"
+    return [text]
+
+
+def _phases_text(values: Mapping[str, float]) -> str:
+    """Return the seconds of the longest phases of a step, in the order in which they run."""
+    seconds = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
+    # An evaluation is in the line of a step, but its time is not part of the step.
+    if "time/step" in values:
+        seconds.pop("evaluate", None)
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
+    text = ", ".join(f"{name} {_seconds_text(seconds[name])}" for name in seconds if name in longest)
+    if not text:
+        return ""
+    return f"({text})"
+
+
+def _seconds_text(seconds: float) -> str:
+    """Return seconds with three digits, and without an exponent."""
+    if abs(seconds) < 1000:
+        return number_text(seconds, ".3g")
+    return number_text(seconds, ".0f")
+
+
+def _wrapped(line: str, results: Sequence[str]) -> list[str]:
+    """Return a line followed by results, on further lines where they do not fit in `WIDTH`."""
+    lines = [line]
+    for result in results:
+        if len(lines[-1]) + len(result) + 2 <= WIDTH:
+            lines[-1] += f"  {result}"
+        else:
+            lines.append(result)
+    return lines
 
 
 class MetricsLog:
@@ -118,27 +167,45 @@ class MetricsLog:
             self.console.flush()
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the console line of a step."""
+        """Return the console line of a step, of at most `WIDTH` columns, and lines of evaluation sets."""
         width = len(str(self.total_steps))
         columns = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
-        for label, name, form in COLUMNS:
-            if name in values:
-                columns.append(f"{label} {number_text(values[name], form)}")
-
-        phases = [f"{name} {values[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in values]
-        if phases:
-            columns.append(f"({', '.join(phases)})")
-        columns += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
+        end: list[str] = []
+        # Failed rewards are rare, and matter when there are any.
+        if values.get("reward/invalid"):
+            end.append(f"invalid {number_text(values['reward/invalid'], '.3f')}")
+        end += _health_texts(values)
+        if "time/step" in values:
+            end.append(f"{_seconds_text(values['time/step'])} s")
 
         # From the mean time of the steps of this process.
         steps_taken = step - self._first_step
         if steps_taken > 0 and step < self.total_steps:
             seconds_per_step = (time.monotonic() - self._start) / steps_taken
-            columns.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
-        return "  ".join(columns)
+            end.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
+
+        # Further texts in order of importance, while there is room: phases before throughput.
+        phases = _phases_text(values)
+        metrics = [
+            f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
+        ]
+        # The first metric, such as the reward, takes precedence over the phases.
+        if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:
+            phases = ""
+        reserved = len("  ".join(filter(None, [*end, phases])))
+        for metric in metrics:
+            if len("  ".join([*columns, metric])) + 2 + reserved <= WIDTH:
+                columns.append(metric)
+        if phases and len("  ".join([*columns, *end, phases])) <= WIDTH:
+            # The remaining time comes last.
+            is_eta_last = bool(end) and end[-1].startswith("eta")
+            end.insert(len(end) - is_eta_last, phases)
+        line = "  ".join([*columns, *end])
+        results = [f"{name} {values[name]:.3f}" for name in accuracies(values)]
+        return "\n    ".join(_wrapped(line, results))
 
     def _cut_after(self, step: int) -> None:
-        """Remove the lines of later steps; copy the file before if no later step will replace a line."""
+        """Remove the lines of later steps; copy the file first if a removed line will not be replaced."""
         lines, damaged = read_lines(self.path)
         # A step that was taken twice has two lines, of which the later one counts.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
@@ -148,7 +215,7 @@ class MetricsLog:
 
         if lost or beyond_end:
             if lost:
-                reason = f"has no line of steps {_spans(lost)}"
+                reason = f"has no line of steps {spans(lost)}"
             else:
                 reason = f"has lines up to step {max(beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
@@ -246,6 +313,13 @@ class Progress:
                 line += f"  {note}"
             self._print(line)
 
+    def begin(self, name: str) -> None:
+        """Show the ``name`` of the current part of the phase, such as a model to be built."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], note=name)
+        elif self.enabled:
+            self._print(f"{self.title}: {name} …")
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -306,7 +380,7 @@ def clock(seconds: float) -> str:
     return f"{minute}:{second:02}"
 
 
-def _spans(steps: Sequence[int]) -> str:
+def spans(steps: Sequence[int]) -> str:
     """Return ascending numbers as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
     spans: list[list[int]] = []
     for step in steps:

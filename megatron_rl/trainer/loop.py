@@ -31,6 +31,7 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
+from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     GatherStats,
@@ -41,11 +42,13 @@ from megatron_rl.distributed.exchange import (
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
     combine_rounds,
     compute_rewards,
     prompts_to_add,
+    record_groups,
 )
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.types import (
@@ -64,7 +67,7 @@ class StepResult:
     """Outcome of one step on a rank that learned.
 
     Example: step 3 of a run without sampling ahead has ``metrics`` with ``reward/mean`` and ``kl/rollout``,
-    ``local_metrics`` with ``policy/loss`` of this rank's micro-batches, and no ``warning``.
+    ``local_metrics`` with ``policy/loss`` of this rank's micro-batches.
     """
 
     metrics: Metrics
@@ -76,8 +79,6 @@ class StepResult:
     of this rank alone."""
     algorithm_state: AlgorithmState
     """State of the algorithm for the next step, the same value on every rank."""
-    warning: str | None
-    """Warning about a difference of trainer and rollout engine, None without one."""
 
 
 class BatchSource(Protocol):
@@ -89,7 +90,10 @@ class BatchSource(Protocol):
     learners: tuple[int, ...] | None
 
     def next(
-        self, step: int, phase: Phases, learners: ReplicaGroup
+        self,
+        step: int,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
         """Yield the rewarded rows of ``step``, equal on all ``learners``, and this rank's sampling metrics.
 
@@ -113,15 +117,20 @@ class SameStepBatches:
         roles: Roles,
         algorithm: Algorithm,
         source: RolloutSource,
+        prompts: TrainingPrompts,
     ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
         self.source = source
+        self.prompts = prompts
 
     @contextmanager
     def next(
-        self, step: int, phase: Phases, learners: ReplicaGroup
+        self,
+        step: int,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """See `BatchSource.next`."""
         rounds: list[ScoredBatch] = []
@@ -135,9 +144,11 @@ class SameStepBatches:
             ):
                 pending = self.source.start(prompt_count, seed)
                 sampled = self.source.finish(pending, learners)
+                sampled = refill(self.source, sampled, seed, learners)
 
             with phase("reward"):
                 rounds.append(compute_rewards(self.roles, sampled, learners))
+                record_groups(rounds[-1], self.prompts)
             sync_metrics += round_metrics
 
         batch = combine_rounds(rounds, self.algorithm, self.config)
@@ -239,8 +250,6 @@ class WeightUpdate:
     """The batch's scores, with the actor's log-probs before its first update."""
     metrics: Metrics
     """Losses and optimizer statistics of this rank alone."""
-    warning: str | None
-    """Warning of `check_mismatch`, None without one."""
 
 
 def update_weights(
@@ -260,17 +269,16 @@ def update_weights(
     MismatchError. Collective over the learners.
     """
 
-    def compare_with_engine(scores: Scores) -> str | None:
+    def compare_with_engine(scores: Scores) -> None:
         valid = valid_rows(batch.rollouts, scores, algorithm)
         difference = fresh_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
-        return check_mismatch(difference, config.mismatch)
+        check_mismatch(difference, config.mismatch)
 
     # With a scoring pass, a mismatch is found before any role's weights change.
     scores = batch.scores
     metrics = Metrics()
-    warning = None
     if scores.old_log_probs is not None:
-        warning = compare_with_engine(scores)
+        compare_with_engine(scores)
 
     # The same mini-batches for critic and actor, in an order that depends on the step alone.
     seed = step_seed(config, step)
@@ -303,11 +311,11 @@ def update_weights(
                 if is_first_pass:
                     outputs = learners.gather_rows(shard)
                     scores = scatter_log_probs(scores, minibatch, train_batch.lengths, outputs)
-                    warning = compare_with_engine(scores)
+                    compare_with_engine(scores)
 
                 metrics += pass_metrics + roles.actor.step(has_next=minibatch is not batches[-1])
 
-    return WeightUpdate(scores, metrics, warning)
+    return WeightUpdate(scores, metrics)
 
 
 def scatter_log_probs(
@@ -341,7 +349,7 @@ def _step_result(
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)
     local_metrics = sampling_metrics + batch.metrics + update.metrics
-    return StepResult(batch_metrics, local_metrics, batch, state, update.warning)
+    return StepResult(batch_metrics, local_metrics, batch, state)
 
 
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
@@ -415,7 +423,12 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
     )
 
 
-def fresh_difference(rollouts: Rollouts, scores: Scores, valid: Tensor, version: int) -> float | None:
+def fresh_difference(
+    rollouts: Rollouts,
+    scores: Scores,
+    valid: Tensor,
+    version: int,
+) -> float | None:
     """Return the mean absolute difference of trainer and engine log-probs per response token, in nats.
 
     Only tokens of ``valid`` rows ([B] bool) that the weights of ``version`` sampled count: on older tokens
@@ -442,26 +455,21 @@ class MismatchError(RuntimeError):
     """Trainer and rollout engine whose log-probs differ by more than `mismatch.stop`."""
 
 
-def check_mismatch(difference: float | None, config: MismatchConfig) -> str | None:
-    """Return a warning if `fresh_difference` is above ``warn``; raise MismatchError above ``stop``.
+def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
+    """Raise MismatchError if `fresh_difference` is above ``stop``; the health rule ``mismatch`` warns below.
 
     A silent difference of trainer and rollout engine ruins runs: the gradients are of another policy.
     """
-    assert config.warn is not None and config.stop is not None
-    if difference is None or difference <= config.warn:
-        return None
-
-    message = (
-        f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
-        f"(warn above {config.warn:.0e}, stop above {config.stop:.0e})"
-    )
+    assert config.stop is not None, "the configuration is resolved"
     # A NaN is above no threshold, and must stop the run.
-    if difference <= config.stop:
-        return message
+    if difference is None or difference <= config.stop:
+        return
+
     raise MismatchError(
-        f"{message}. Training would follow gradients of another policy. Likely causes: weights that did not "
-        "arrive (see hybrid_engine.verify), or another dtype or attention kernel in the engine. "
-        "mismatch.stop sets the limit."
+        f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
+        f"(stop above {config.stop:.0e}). Training would follow gradients of another policy. Likely causes: "
+        "weights that did not arrive (see hybrid_engine.verify), or another dtype or attention kernel in the "
+        "engine. mismatch.stop sets the limit."
     )
 
 

@@ -213,7 +213,13 @@ def _with_interval(name: str, values: Mapping[str, float]) -> str:
     return text if low is None else f"{text} ({low:.3f}-{high:.3f})"
 
 
-def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:
+def export_checkpoint(
+    path: Path,
+    out: Path,
+    *,
+    form: str = "hf",
+    trusted: bool = False,
+) -> None:
     """Export a run's checkpoint with the processes that the launcher started.
 
     ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads, ``peft``

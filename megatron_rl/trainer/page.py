@@ -25,6 +25,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
     # JSON has no NaN: better an error here than in the reader's browser.
     templates.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,

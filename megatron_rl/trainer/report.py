@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,11 @@ from typing import Any, TextIO
 
 from markupsafe import Markup
 
+from megatron_rl.algorithms.lookup import piece_text
+from megatron_rl.config.health import LOWEST_EVALUATION, HealthRule
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import TRAIN
+from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError, first_line
@@ -28,7 +33,8 @@ from megatron_rl.trainer.curves import (
     pictures,
     series,
 )
-from megatron_rl.trainer.logging import clock
+from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
+from megatron_rl.trainer.logging import clock, spans
 
 SAMPLES = 2000
 """Samples of a page at most."""
@@ -36,12 +42,20 @@ SAMPLES_OF_A_STEP = 32
 """Samples of one file at most."""
 MAX_TEXT_CHARACTERS = 4000
 """Length to which a text of a sample is cut."""
+HEALTH_SAMPLES = 4
+"""Samples that are shown of a health rule at most."""
+HEALTH_SAMPLES_READ = 10_000
+"""Samples of a step from which those are selected."""
+HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 PICTURE_DPI = 130
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
 """Phases between steps, or concurrent with them, which have no share of the steps' time."""
 FINISH_REASONS = ("stop", "length", "failed")
 """Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+
+_NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
+"""Pieces that the final table names; the page has all of them, with their settings."""
 
 SummaryRow = tuple[str, str, str]
 """Row of the final table: name, value, remark."""
@@ -132,6 +146,10 @@ def _page_sections(
         page.pictures(pictures(run.lines, run.stages)),
     ]
 
+    sections += _health_sections(folder, run.lines)
+    pieces = algorithm_rows(folder)
+    if pieces:
+        sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
         headings = ("phase", "total", "per step", "share")
         sections.append(page.heading("Time by phase"))
@@ -150,6 +168,79 @@ def _page_sections(
         text = folder.config.read_text(encoding="utf-8", errors="replace")
         sections += [page.heading("Configuration"), page.text(text)]
     return sections
+
+
+def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
+    """Return the health rules that fired, with the samples of the step in which each began."""
+    fired = firing_steps(lines)
+    if not any(name.startswith(PREFIX) for line in lines for name in line):
+        return []
+    sections = [page.heading("Health")]
+    if not fired:
+        return [*sections, page.paragraph("No rule has fired.")]
+
+    headings = ("rule", "steps", "meaning", "likely causes", "change")
+    rules = {name: rule_named(name) for name in fired}
+    rows = [
+        (name, spans(steps), rules[name].meaning, rules[name].causes, rules[name].change.replace("`", ""))
+        for name, steps in fired.items()
+    ]
+    sections.append(page.table(headings, rows))
+
+    for name, steps in fired.items():
+        samples = _health_samples(folder, rules[name], steps[0])
+        if samples:
+            text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
+            sections += [page.paragraph(text), page.table(HEALTH_COLUMNS, samples, numeric=(2, 3))]
+    return sections
+
+
+def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
+    """Return the table rows of a step's samples that illustrate a rule; empty without stored samples."""
+    file_pattern = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
+    samples: list[dict[str, Any]] = []
+    for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
+        kind = path.stem.removesuffix(f"_{step}")
+        # A file that cannot be read is named under the samples of the page.
+        with contextlib.suppress(Exception):
+            samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
+
+    return [
+        (
+            sample["prompt"],
+            sample["response"],
+            "failed" if sample["reward"] is None else _three_digits(sample["reward"]),
+            str(sample["length"]),
+            sample["failure"] or sample["finish"] or "",
+        )
+        for sample in select_samples(rule, samples, HEALTH_SAMPLES)
+    ]
+
+
+def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
+    """Return the name of a run's algorithm and its pieces with their settings, from config.yaml.
+
+    Empty for a job without an algorithm, and for a folder without a configuration that can be read.
+    """
+    if not folder.config.is_file():
+        return []
+    text = folder.config.read_text(encoding="utf-8", errors="replace")
+    values = {key: leaf.value for key, leaf in read_tree(text, str(folder.config), []).leaves()}
+    if values.get("job", TRAIN) != TRAIN or "algorithm.name" not in values:
+        return []
+
+    # Collect the settings of each piece, which are leaves below its key.
+    pieces: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, subpath = path.partition(".")
+        key, _, setting = subpath.partition(".")
+        if section != "algorithm" or (value is None and not setting):
+            continue
+        if setting:
+            pieces.setdefault(key, {})[setting] = value
+        else:
+            pieces[key] = value
+    return [(key, escape_unprintable(piece_text(value))) for key, value in pieces.items()]
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
@@ -175,6 +266,8 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
     if invalid:
         remark = f"worst step {number_text(max(invalid), '.2%')}"
         rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), remark))
+    for name, steps_fired in firing_steps(lines).items():
+        rows.append((f"health: {name}", f"{len(steps_fired)} steps", f"{spans(steps_fired)}; see {PAGE}"))
     return rows
 
 
@@ -202,6 +295,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             remark = f"means of the first and last {steps} steps"
             change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
             rows.append((label, change, remark))
+
     return rows
 
 
@@ -268,6 +362,10 @@ def _print_tables(
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    pieces = algorithm_rows(folder)
+    if pieces:
+        names = [f"{key} {text.partition(': ')[0]}" for key, text in pieces if key in _NAMED_PIECES]
+        console.print(f"algorithm: {', '.join([pieces[0][1], *names])}")
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
@@ -326,8 +424,13 @@ def stored_samples(
     return samples, unreadable
 
 
-def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
-    """Return at most `SAMPLES_OF_A_STEP` samples of a file, in the form of `page.sample_browser`."""
+def _read_samples(
+    kind: str,
+    step: int,
+    path: Path,
+    limit: int = SAMPLES_OF_A_STEP,
+) -> list[dict[str, Any]]:
+    """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
     import pyarrow.parquet
 
     require_file(path)
@@ -335,9 +438,9 @@ def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
     # Of an evaluation the first rows are read, so that every step shows the same prompts.
     stride = 1
     if kind == "step":
-        stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP))
+        stride = max(1, -(-len(rows) // limit))
     samples: list[dict[str, Any]] = []
-    for row in rows[::stride][:SAMPLES_OF_A_STEP]:
+    for row in rows[::stride][:limit]:
         # NaN is a failed reward; JSON has no NaN.
         reward = row.get("reward")
         if reward is not None:

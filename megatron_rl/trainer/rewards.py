@@ -102,7 +102,7 @@ class ScoredBatch:
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
-        # Log-probs and values are computed after the selection: there are none to select yet.
+        # Log-probs and values are computed after the selection, so there is nothing to select of them.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(
             rewards=self.scores.rewards[index],
@@ -111,6 +111,7 @@ class ScoredBatch:
             baseline_rewards=_select(self.scores.baseline_rewards, index),
             baseline_lengths=_select(self.scores.baseline_lengths, index),
         )
+
         return ScoredBatch(
             self.prompts.rows(ids),
             self.rollouts.rows(ids),
@@ -141,7 +142,14 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
     filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
-    rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early, filtered)
+    rewards = compute_row_rewards(
+        roles,
+        prompts,
+        sampled.rollouts,
+        learners,
+        sampled.early,
+        filtered,
+    )
 
     scores = rewards.scores
     metrics = sampled.metrics + filtered.metrics + rewards.metrics
@@ -237,12 +245,33 @@ def compute_row_rewards(
     )
 
 
-def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
-    """Return the prompts, mean reward and epoch of each source; none for prompts of `data.train`.
+def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
+    """Record for each prompt whether the rewards of its group were equal; see `data.uniform_share`.
 
-    ``batch`` has the rows of the step of all ranks.
+    A group with a response without a reward is not counted: it may have differed. ``batch`` has the rows of
+    all ranks, so that the record is equal on all of them.
+    """
+    group = batch.rollouts.group
+    informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
+    incomplete = set(group[~batch.scores.valid].tolist())
+    rows = zip(group.tolist(), batch.prompts.prompt_ids.tolist(), informative.tolist(), strict=True)
+    for number, prompt_id, is_informative in rows:
+        if number not in incomplete:
+            prompts.record_group(prompt_id, is_uniform=not is_informative)
+
+
+def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
+    """Return the prompts, mean reward and epoch of each source, and the shares of `data.uniform_share`.
+
+    ``batch`` has the rows of the step of all ranks. Prompts of `data.train` have no metrics of a source.
     """
     metrics = Metrics()
+    if batch is not None:
+        for suffix, (uniform, skipped) in prompts.uniform_fractions().items():
+            metrics += Metrics.of({
+                f"curriculum/uniform{suffix}": uniform,
+                f"curriculum/skipped{suffix}": skipped,
+            })  # fmt: skip
     if batch is None or isinstance(prompts, PromptSource):
         return metrics
 
@@ -262,15 +291,18 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
 
 
 def _invalid_reasons(
-    results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor, filtered: FilteredRows
+    results: Sequence[ScorerResult],
+    rollouts: Rollouts,
+    valid: Tensor,
+    filtered: FilteredRows,
 ) -> tuple[str | None, ...]:
-    """Return why each row has no reward of a scorer: [B], None if it has. The first reason counts."""
-    # An earlier scorer's reason replaces those of later ones.
+    """Return for each row the reason of its missing reward: [B], None for a row with a reward."""
+    # The reason of the first scorer that failed replaces the reasons of later ones.
     by_row: dict[int, str] = {}
     for result in results:
         by_row = {**result.reasons, **by_row}
 
-    # A row without a scorer's reason had no response, or a number that is not finite.
+    # An invalid row without a scorer's reason had no response, or a reward that is not finite.
     reasons: list[str | None] = []
     for row, is_valid in enumerate(valid.tolist()):
         if row in filtered.names:

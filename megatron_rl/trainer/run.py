@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.folders import (
     require_intact,
     require_intact_models,
 )
+from megatron_rl.config.health import health_rules
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import (
     StagePlan,
@@ -26,6 +27,7 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
+from megatron_rl.config.token_budget import initial_budget
 from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
@@ -36,7 +38,7 @@ from megatron_rl.distributed.exchange import (
     gather_metrics,
     gather_objects,
 )
-from megatron_rl.errors import first_line
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
@@ -51,6 +53,7 @@ from megatron_rl.trainer.evaluation import (
     evaluation_sets,
     reward_answers,
 )
+from megatron_rl.trainer.health import HealthMonitor
 from megatron_rl.trainer.job import Job, Stopped, job, keep_code
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import (
@@ -60,6 +63,7 @@ from megatron_rl.trainer.loop import (
     gather_step,
     train_step,
 )
+from megatron_rl.trainer.microbatches import MicroBatchControl
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch, source_metrics
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
@@ -105,7 +109,7 @@ def run(config: RunConfig) -> None:
 
 @dataclass
 class RunStep:
-    """A step of a run, which whoever takes it from `Training.steps` carries out."""
+    """Step of a run, which the caller of `Training.steps` carries out."""
 
     number: int
     """Number of the step, from 1."""
@@ -134,14 +138,15 @@ class Training:
 
         # Data first: its errors are found before the ranks wait for each other, and without any model.
         with self.phases("data"):
-            self.prompts, parts = load_training_prompts(config, self.tokenizer, job.token_files)
-            for key, part in parts.items():
-                self._describe_prompts(key, part)
+            self.prompts, prompts_by_key = load_training_prompts(config, self.tokenizer, job.token_files)
+            for key, prompts in prompts_by_key.items():
+                self._describe_prompts(key, prompts)
             held_out = {
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
             }
-        job.join()
+        with self._progress(f"connect {device.world_size()} ranks"):
+            job.join()
         keep_code(job)
 
         # Before the models: a damaged checkpoint or model is found in seconds, not after they are built.
@@ -150,7 +155,7 @@ class Training:
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
         with (
             self.phases("build"),
-            self._progress("build models and engine"),
+            self._progress("build models and engine") as progress,
         ):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
@@ -160,16 +165,18 @@ class Training:
                 self.tokenizer,
                 templated=templated,
                 say=job.say,
+                begin=progress.begin,
             )
         self._warn_of_missing_containment()
 
-        # Metrics of the sync before the engine's check, until the first line of metrics has them.
+        # Metrics of the sync before the engine check, reported with the first line of metrics.
         self._first_sync = Metrics()
 
-        # The parts of a step, and the records of it.
+        # Sources of a step's batches, and observers of its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
         self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
+        self.health = HealthMonitor(health_rules(config), job.say)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead: AheadBatches | None = None
         self.batches: BatchSource
@@ -177,14 +184,28 @@ class Training:
             self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
             self.batches = self.ahead
         else:
-            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source)
+            self.batches = SameStepBatches(
+                config,
+                self.roles,
+                self.algorithm,
+                self.source,
+                self.prompts,
+            )
 
         # State and checkpoints, which share the queue with the source of batches.
         queue: list[SampledBatch] = []
         if self.ahead is not None:
             queue = self.ahead.queue
         algorithm_state = initial_state(self.algorithm)
-        self.state = TrainerState(self.prompts, algorithm_state, config.seed, self.source, queue)
+        self.state = TrainerState(
+            self.prompts,
+            algorithm_state,
+            config.seed,
+            self.source,
+            queue,
+            budget=initial_budget(config),
+        )
+        self.microbatches = MicroBatchControl(job, self.roles, self.state)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             config.checkpoint,
@@ -217,7 +238,7 @@ class Training:
 
         # After the stages, whose weights the first step samples from; a run that is complete samples nothing.
         if self.state.step < self.config.steps:
-            with self.phases("check engine"):
+            with self.phases("check engine"), self._progress("sync weights, compare trainer and engine"):
                 self._first_sync = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None
@@ -238,7 +259,7 @@ class Training:
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
-                    self.job.stop_if_asked(self.checkpoints.save_final)
+                    self.job.stop_if_asked(self.checkpoints.save_final, self._health_error())
                 self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
         except BaseException:
@@ -320,6 +341,7 @@ class Training:
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
+        self.microbatches.resume()
         if warning is not None:
             self.job.say(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
@@ -357,6 +379,7 @@ class Training:
         """
         if self.ahead is not None:
             self.ahead.sets = step.sets
+
         step.result = train_step(
             self.batches,
             self.roles,
@@ -369,14 +392,17 @@ class Training:
         if self.ahead is not None:
             step.answers = self.ahead.answers
 
-    def _end_step(self, step: RunStep, seconds: float, log: MetricsLog | None) -> None:
+    def _end_step(
+        self,
+        step: RunStep,
+        seconds: float,
+        log: MetricsLog | None,
+    ) -> None:
         """Write the metrics and samples of a step, evaluate and save. Collective over the world."""
         # Ranks that only sample have no result, and keep the state that they do not use.
         result = step.result
         if result is not None:
             self.state.algorithm = result.algorithm_state
-            if result.warning:
-                self.job.say(f"step {step.number}: warning: {result.warning}")
         self.state.step = step.number
 
         # The responses to the previous step's evaluation sets were sampled during this step.
@@ -388,7 +414,7 @@ class Training:
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
-        # From here on metrics are those of all ranks.
+        # From here on metrics cover all ranks.
         metrics = self._step_metrics(result, seconds)
         reasons, examples = self.samples.keep_step(step.number, result)
         metrics = self._evaluate_or_defer(log, step.number, metrics)
@@ -403,17 +429,27 @@ class Training:
         local_metrics += self._take_first_sync()
         local_metrics += self.checkpoints.complete_if_written()
         for role in self.roles.models:
-            local_metrics += role.residency.metrics()
+            local_metrics += role.residency.metrics() + role.pass_metrics()
 
         metrics = gather_step(result, local_metrics)
+        metrics += self.microbatches.after_step(metrics.values())
         if result is not None:
             if result.batch is not None:
                 metrics += _throughput(result.batch, metrics.values()["time/step"])
             metrics += source_metrics(result.batch, self.prompts)
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
+            if self.config.hybrid_engine.every != 1:
+                version = self.roles.hybrid_engine.rollout_policy.version
+                assert version is not None, "a step samples before it learns"
+                metrics += Metrics.of({"rollout/version": version})
         return metrics
 
-    def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
+    def _evaluate_or_defer(
+        self,
+        log: MetricsLog | None,
+        step: int,
+        metrics: Metrics,
+    ) -> Metrics:
         """Run the evaluation that is due after a step, or defer it to run during the next step.
 
         Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
@@ -423,7 +459,8 @@ class Training:
         due_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
 
         # Only a run that samples ahead has idle ranks, and training must wait for decisive sets.
-        can_defer = self.ahead is not None and not is_last
+        # It also samples them beside its batch, which with `hybrid_engine.every` is of older weights.
+        can_defer = self.ahead is not None and not is_last and self.config.hybrid_engine.every == 1
         if due_sets and can_defer and not any(self._is_decisive(item) for item in due_sets):
             names = tuple(item.name for item in due_sets)
             self.state.deferred = DeferredEvaluation(step, names, metrics)
@@ -486,8 +523,19 @@ class Training:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the current step, or start to if ``in_background``.
+    def _health_error(self) -> UserError | None:
+        """Return the error of a health rule that ends the run, on the main rank; None after the last step."""
+        if self.state.step == self.config.steps or self._patience_exhausted():
+            return None
+        return self.health.error
+
+    def _write_checkpoint(
+        self,
+        path: Path,
+        layout: str,
+        in_background: bool,
+    ) -> checkpoint.PendingCheckpoint:
+        """Write a checkpoint of the current step, in the background if ``in_background``.
 
         Collective over the world.
         """
@@ -498,6 +546,7 @@ class Training:
             layout=layout,
             in_background=in_background,
         )
+
         # A step that is saved in two layouts needs only one checkpoint for Megatron-LM.
         saved = self.checkpoints.saved
         if saved is None or saved[0] != self.state.step:
@@ -536,10 +585,16 @@ class Training:
         return metrics
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
-        if log is not None:
-            log.write(step, metrics.values())
-            if step > 0:
-                self.callbacks.call("on_step_end", step, metrics.values())
+        """Write the metrics of a step and of the health rules, on the main rank."""
+        if log is None:
+            return
+        values = metrics.values()
+        health = self.health.update(step, values, self.state.health)
+        if step > 0:
+            values |= health
+        log.write(step, values)
+        if step > 0:
+            self.callbacks.call("on_step_end", step, values)
 
     def _finish(self) -> None:
         """Export the model, release roles and servers, and write the report. Collective over the world."""

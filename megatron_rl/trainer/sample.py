@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED
+from megatron_rl.config.sections.rollout import CLOSED, changes_temperature
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
@@ -36,6 +36,7 @@ from megatron_rl.rollout.collate import (
     to_rollouts,
     waiting_groups,
 )
+from megatron_rl.rollout.limits import AutoLimits, length_metrics
 from megatron_rl.rollout.scheduler import GenerationRound
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
@@ -105,6 +106,7 @@ class RolloutSource:
     ``draw``: returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; part of the checkpoint.
     ``informative``: numbers of informative and of all groups in the last batch; part of the checkpoint.
+    ``limits``: limits of responses that follow earlier lengths; part of the checkpoint.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class RolloutSource:
         self.algorithm = algorithm
         self.draw = draw
         self.buffer = RolloutBuffer()
+        self.limits = AutoLimits(config.rollout)
         self.informative = (0, 0)
 
     def start(self, prompt_count: int, seed: int) -> Pending:
@@ -161,6 +164,11 @@ class RolloutSource:
         rollouts = to_rollouts(selected)
         early = early_rewards(selected)
         metrics = conversation_metrics(rollouts)
+        metrics += length_metrics(prompts, rollouts, self.config.rollout)
+        if changes_temperature(self.config.rollout):
+            temperatures = rollouts.temperature
+            metrics += Metrics.mean("rollout/temperature", float(temperatures.sum()), len(temperatures))
+        self.limits.observe(prompts, rollouts)
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
 
@@ -169,6 +177,8 @@ class RolloutSource:
             greedy = None
             if pending.greedy is not None:
                 greedy = gather_complete(rollout, pending.greedy, members)
+            if self.config.hybrid_engine.every != 1:
+                metrics += self._staleness(rollouts)
             return SampledBatch(
                 prompts,
                 without_token_versions(rollouts),
@@ -182,12 +192,16 @@ class RolloutSource:
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
-        # With sampling ahead, staleness is measured when the sequences are trained on.
-        if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
-            assert self.config.asynchrony.max_staleness is not None
-            version = self.roles.hybrid_engine.version
-            metrics += staleness(version, rollouts, self.config.asynchrony.max_staleness)
+        if self.config.rollout.partial or self.config.hybrid_engine.every != 1:
+            metrics += self._staleness(rollouts)
         return SampledBatch(prompts, rollouts, None, metrics, early)
+
+    def _staleness(self, rollouts: Rollouts) -> Metrics:
+        """Return the age of the selected rows; see `staleness`."""
+        # With sampling ahead, staleness is measured when the sequences are trained on.
+        if self._steps_ahead:
+            return Metrics()
+        return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
         """Return the number of token rounds; in the open order, the required and the surplus groups."""
@@ -221,7 +235,7 @@ class RolloutSource:
 
     def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
         """Top up the carried-over groups with new prompts to the in-flight limit; return them as a round."""
-        version = self.roles.hybrid_engine.version
+        version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
 
         # Carried-over groups count towards the limit: only the difference is filled with new prompts.
@@ -230,7 +244,7 @@ class RolloutSource:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
-            waiting = self._take_prompts(missing_groups)
+            waiting = self.limits.with_limits(self._take_prompts(missing_groups))
             self.buffer.add(
                 start_groups(
                     waiting,
@@ -247,7 +261,9 @@ class RolloutSource:
         # Groups that would be too old after one more step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
-            required = self.buffer.required(version, ahead=self._steps_ahead, bound=self._max_staleness)
+            required = self.buffer.required(
+                self.roles.hybrid_engine.version, ahead=self._steps_ahead, bound=self._max_staleness
+            )
         # The closed order has token rounds; the open one ends when enough groups are finished.
         if rollout.order == CLOSED:
             return GenerationRound(
@@ -273,8 +289,12 @@ class RolloutSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state: the buffer's groups and the counts of informative groups."""
-        return {**self.buffer.state_dict(), "informative": self.informative}
+        """Return the checkpoint state: groups, counts of informative groups, and lengths of responses."""
+        return {
+            **self.buffer.state_dict(),
+            "informative": self.informative,
+            "lengths": self.limits.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; restart the prompt of each group that the current settings cannot continue.
@@ -283,6 +303,8 @@ class RolloutSource:
         ``max_staleness`` makes groups too old. The hybrid engine's version must be restored before.
         """
         self.informative = tuple(state["informative"])
+        # Checkpoints of older versions have no lengths.
+        self.limits.load_state_dict(state.get("lengths", {}))
         self.buffer.load_state_dict(state)
         if not self.buffer.started:
             return
@@ -325,14 +347,23 @@ class RolloutSource:
         return self.config.asynchrony.max_staleness
 
 
-def complete_round(prompts: PromptBatch, samples: int, seed: int, version: int) -> GenerationRound:
+def complete_round(
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
+) -> GenerationRound:
     """Return a round of ``samples`` sequences per prompt in which every sequence is finished."""
     groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
 def start_complete(
-    rollout: RolloutRole, prompts: PromptBatch, samples: int, seed: int, version: int
+    rollout: RolloutRole,
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
 ) -> Pending:
     """Sample ``samples`` complete sequences per prompt on the rollout's ranks; other ranks return at once.
 

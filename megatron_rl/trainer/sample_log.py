@@ -33,7 +33,13 @@ MAX_CONSOLE_CHARACTERS = 300
 class Samples:
     """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
 
-    def __init__(self, job: Job, roles: Roles, prompts: TrainingPrompts, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        job: Job,
+        roles: Roles,
+        prompts: TrainingPrompts,
+        callbacks: Callbacks,
+    ) -> None:
         self.job = job
         self._callbacks = callbacks
         self.roles = roles
@@ -101,7 +107,12 @@ class Samples:
         self._callbacks.call("on_samples", step, columns)
         return reasons, examples
 
-    def _print_failures(self, step: int, reasons: Counter[str], examples: Sequence[Failure]) -> None:
+    def _print_failures(
+        self,
+        step: int,
+        reasons: Counter[str],
+        examples: Sequence[Failure],
+    ) -> None:
         """Print the examples, and the counts if there are more failed rewards than examples."""
         for failure in examples:
             message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)
@@ -110,7 +121,12 @@ class Samples:
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
 
-    def _store(self, kind: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def _store(
+        self,
+        kind: str,
+        step: int,
+        columns: Mapping[str, Sequence[Any]],
+    ) -> None:
         """Write the samples of one step or evaluation set to the run folder and the trackers."""
         write_rollouts(self.job.folder, step, columns, kind=kind)
         if self.job.trackers is not None:

@@ -60,6 +60,7 @@ from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
+from megatron_rl.trainer.microbatches import announce_split_passes
 from megatron_rl.trainer.state import Checkpoints, save_for_megatron
 from megatron_rl.types import TrainBatch
 
@@ -197,7 +198,7 @@ def make_stage(
             at_end=at_end,
         )
 
-    # A reward model's output at a token is about that token, not a prediction of the next one.
+    # A reward model's output at a token rates the text up to it; it does not predict the next token.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
     return Stage(
@@ -302,6 +303,7 @@ def set_damaged_models_aside(job: Job) -> None:
         problems = find_model_damages(plan.model)
         if not problems:
             continue
+
         new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
             f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
@@ -464,12 +466,13 @@ def _take_steps(stage: Stage, job: Job) -> int:
             step += 1
             job.phases.step = step
             with job.phases(plan.name):
-                metrics = role.update(batch, stage.objective, **stage.options)
+                metrics = role.update(batch, stage.objective, **stage.options) + role.pass_metrics()
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
 
             # Gathered values: every rank makes the same decisions on the loss.
             values = log.write(step, metrics)
+            announce_split_passes(job, values)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
             state = {
@@ -498,7 +501,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
 
 
 def _reaches(target: float | None, loss: float | None) -> bool:
-    """Return whether a held-out loss has reached the target of its stage; False if either is None."""
+    """Return whether a held-out loss has reached the target of its stage; False without either."""
     return target is not None and loss is not None and loss <= target
 
 

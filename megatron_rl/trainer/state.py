@@ -7,7 +7,7 @@ values that is equal on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_rl.config.checkpoint_meta import (
     reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
+from megatron_rl.config.token_budget import TokenBudget
 from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
@@ -35,9 +36,11 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.trainer.health import RuleState
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.types import (
+    LogitRules,
     Outcome,
     PromptBatch,
     Rollouts,
@@ -48,11 +51,16 @@ TYPES = (
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    LogitRules,
     Outcome,
     Metrics,
     Answer,
 )
 """Classes of the values in a checkpoint's state; a checkpoint with others is not read."""
+
+
+ROLLOUT_WEIGHTS = "rollout"
+"""Name of the weights in a checkpoint that responses are sampled from, where they are not the actor's."""
 
 
 @dataclass
@@ -115,6 +123,10 @@ class TrainerState:
     """Best measurements so far."""
     deferred: DeferredEvaluation | None = None
     """Evaluation of the last step that has not run yet."""
+    health: dict[str, RuleState] = field(default_factory=dict)
+    """Name of a health rule -> its state, on the main rank alone, which saves it."""
+    budget: TokenBudget | None = None
+    """Tokens per micro-batch with `batch.memory_target`, None without."""
 
     def save(
         self,
@@ -128,10 +140,16 @@ class TrainerState:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
         # The checkpoints of the best steps are retained in addition to the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
+        trained_roles = _parts(roles)
+
+        # Where the next step syncs, it samples from the weights of the actor itself.
+        if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
+            trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+
         with roles.learners_resident():
             return checkpoint.save(
                 path,
-                _parts(roles),
+                trained_roles,
                 self.state_dict(roles),
                 settings.keep,
                 best_steps,
@@ -139,13 +157,32 @@ class TrainerState:
                 in_background=in_background,
             )
 
-    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
+    def restore(
+        self,
+        path: Path,
+        roles: Roles,
+        *,
+        trusted: bool = False,
+    ) -> str | None:
         """Restore a checkpoint of any layout; return the warning of `load_state_dict`.
 
         ``trusted`` as for `checkpoint.load`. Collective over the world.
         """
+        trained_roles = _parts(roles)
+        policy = roles.hybrid_engine.rollout_policy
+        has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
+        restores_rollout_weights = has_rollout_weights and policy.every != 1
         with roles.learners_resident():
-            state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
+            if restores_rollout_weights:
+                # The load writes into the copy of the policy, which has the weights' shapes from here on.
+                policy.capture(roles.hybrid_engine.version)
+                trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+            state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
+
+        # Without stored rollout weights, the next responses are sampled from the actor's own.
+        policy.version = None
+        if restores_rollout_weights:
+            policy.version = int(state["rollout_version"])
         return self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
@@ -167,27 +204,41 @@ class TrainerState:
         # Checkpoints of older versions, without deferred evaluations, lack the key.
         deferred = state.get("held")
         self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
+        # Checkpoints of older versions, without health rules, lack the key.
+        self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
+        if self.budget is not None:
+            self.budget = self.budget.restored(state.get("token_budget"))
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
-        """Return the plain values of the state, equal on every rank."""
-        # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
-        return {
+        """Return the plain values of the state, equal on every rank but for ``health``."""
+        # Existing checkpoints have these keys: a change needs a new STATE_FORMAT.
+        state = {
             "step": self.step,
             "seed": self.seed,
             "algorithm": self.algorithm.state_dict(),
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
+            "rollout_version": roles.hybrid_engine.rollout_version,
             "queue": [vars(item) for item in self.queue],
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
             "held": None if self.deferred is None else vars(self.deferred),
+            "health": {name: asdict(rule_state) for name, rule_state in self.health.items()},
         }
+        if self.budget is not None:
+            state["token_budget"] = self.budget.state_dict()
+        return state
 
 
 def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
     """Return the models and optimizers that a checkpoint of the run has, by role."""
     return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
+
+
+def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
+    """Return the rollout policy's weights as an entry of a checkpoint."""
+    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
 
 
 class Checkpoints:
@@ -291,7 +342,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     if settings.megatron is None:
         return
 
-    # Iterations continue those of the Megatron-LM checkpoint that the model came from.
+    # Iterations continue from the Megatron-LM checkpoint that the model came from.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
         save_megatron(

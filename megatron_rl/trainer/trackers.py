@@ -36,7 +36,7 @@ class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if it is None."""
+        """Prepare for the steps of a phase after ``resumed_step``; None prepares for all its steps."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -78,6 +78,7 @@ class Trackers:
         self._say = say
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED)
+
         # A daemon: a client that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="trackers", daemon=True)
         self._thread.start()
@@ -378,7 +379,7 @@ class Swanlab(Client):
     ) -> None:
         import swanlab
 
-        # SwanLab has one run per process: its functions are those of the module.
+        # SwanLab has one run per process, which the module's functions use.
         super().__init__(config, folder, run_info, resumed_id)
         self._swanlab = swanlab
         swanlab.init(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron_rl.shapes.fused_experts import TensorLocation, expert_tensors
 from megatron_rl.types import TensorBox
 
 Coordinates = tuple[int, ...]
@@ -111,7 +112,12 @@ def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> li
         source_spans = source_boxes.get(name, {})
         key = (_signature(source_spans), _signature(target_spans))
         if key not in cache:
-            cache[key] = _intersect_boxes(name, source_spans, target_spans, rank_sets)
+            cache[key] = _intersect_boxes(
+                name,
+                source_spans,
+                target_spans,
+                rank_sets,
+            )
 
         # Traffic is counted in the receivers' dtype: a sender converts while it packs.
         dtype = dtypes[name]
@@ -169,7 +175,8 @@ class _RankSets:
         # Interned sets live as long as this object, so their ids identify them.
         key = tuple(id(ranks) for ranks in sets)
         if key not in self._unions:
-            self._unions[key] = self.intern(itertools.chain.from_iterable(sets))
+            members = itertools.chain.from_iterable(sets)
+            self._unions[key] = self.intern(members)
         return self._unions[key]
 
 
@@ -328,7 +335,7 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
             yield from ((first, second) for second in later_boxes)
             continue
 
-        # All boxes from the first one that begins past the end on do so: they are sorted by start.
+        # Boxes are sorted by start: once one begins past the end, no later one overlaps.
         end = first[0][0] + first[1][0]
         for second in later_boxes:
             if second[0][0] >= end:
@@ -354,11 +361,64 @@ class BoxIndex:
 
             # The strides stay; only the first element moves.
             offset = box.offset
-            for inner, outer, stride in zip(region.start, box.start, box.stride, strict=True):
+            dims = zip(region.start, box.start, box.stride, strict=True)
+            for inner, outer, stride in dims:
                 offset += (inner - outer) * stride
-            inner_box = replace(box, start=region.start, size=region.size, offset=offset)
+            inner_box = replace(
+                box,
+                start=region.start,
+                size=region.size,
+                offset=offset,
+            )
             result.append(inner_box)
         return result
+
+
+def boxes_of_experts(boxes: Iterable[TensorBox], interleaved: bool = True) -> list[TensorBox]:
+    """Return boxes of stored tensors with all experts of a layer as boxes of one tensor per expert.
+
+    A stored matrix is [experts, in, out], a bias [experts, out]: with the outputs of gate and up in turn if
+    ``interleaved``, otherwise with those of gate first, and then a box has all outputs (see
+    `shapes.fused_experts`). Boxes of other tensors are returned as they are.
+    """
+    result: list[TensorBox] = []
+    for box in boxes:
+        dims = zip(box.start, box.size, strict=True)
+        ends = tuple(begin + count for begin, count in dims)
+        for name, location in expert_tensors(box.name, ends, interleaved).items():
+            if location.expert is None:
+                result.append(box)
+            elif location.expert >= box.start[0]:
+                result += _box_of_expert(box, name, location)
+    return result
+
+
+def _box_of_expert(
+    box: TensorBox,
+    name: str,
+    location: TensorLocation,
+) -> Iterator[TensorBox]:
+    """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is one."""
+    # Outputs of the expert's tensor, of which the box has those from its first one on.
+    outputs = range(location.begin, box.start[-1] + box.size[-1], location.step)
+    if location.step == 1:
+        outputs = range(location.begin, location.end)
+    first = max(0, -(-(box.start[-1] - location.begin) // location.step))
+    rows = len(outputs) - first
+    if rows <= 0:
+        return
+
+    assert location.expert is not None
+    skipped = outputs[first] - box.start[-1]
+    # The last dimension of the stored tensor is the first one of the expert's.
+    start = (first, *box.start[1:-1])
+    expert_offset = (location.expert - box.start[0]) * box.stride[0]
+    skipped_offset = skipped * box.stride[-1]
+    offset = box.offset + expert_offset + skipped_offset
+    row_stride = box.stride[-1] * location.step
+    stride = (row_stride, *box.stride[1:-1])
+    size = (rows, *box.size[1:-1])
+    yield TensorBox(name, start, size, box.rank, box.storage, offset, stride)
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:

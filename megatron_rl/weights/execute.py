@@ -179,7 +179,7 @@ class Execution:
         if mode == "off":
             return 0
 
-        # The reference checksums are there if `run` computed them.
+        # `run` may have computed the reference checksums already.
         regions = self._regions_to_verify(mode, sync_index)
         computed = self._reference_sums or self._compute_sums(regions, is_reference=True)
         computed += self._compute_sums(regions, is_reference=False)
@@ -202,14 +202,19 @@ class Execution:
 
         # The folded sum is equal on all ranks, so all of them come here together.
         sum_over_ranks(balances, self._group)
-        differing = {regions[index] for index in balances.nonzero()[:, 0].tolist()}
+        unbalanced = balances.nonzero()[:, 0].tolist()
+        differing = {regions[index] for index in unbalanced}
         evidence = []
         for term, value in zip(terms, checksums.tolist(), strict=True):
             if term.region in differing:
                 evidence.append((term.region, term.is_reference, value))
         self._raise_mismatch(evidence)
 
-    def _regions_to_verify(self, mode: str, sync_index: int) -> range:
+    def _regions_to_verify(
+        self,
+        mode: str,
+        sync_index: int,
+    ) -> range:
         """Return the indices of the regions that are compared after a sync."""
         if mode == "off":
             return range(0)
@@ -250,14 +255,23 @@ class Execution:
                 terms += self._receiver_terms(index, region)
         return terms
 
-    def _reference_term(self, index: int, region: Region) -> _Term:
+    def _reference_term(
+        self,
+        index: int,
+        region: Region,
+    ) -> _Term:
         """Return the holder's term, whose weight is 1 + 2 + … + n for n receivers."""
         num_receivers = len(region.receivers)
         weight = num_receivers * (num_receivers + 1) // 2
-        checksum = BoxSum(self._source_view(region), region.start, region.dtype)
+        view = self._source_view(region)
+        checksum = BoxSum(view, region.start, region.dtype)
         return _Term(index, True, weight, checksum)
 
-    def _receiver_terms(self, index: int, region: Region) -> list[_Term]:
+    def _receiver_terms(
+        self,
+        index: int,
+        region: Region,
+    ) -> list[_Term]:
         """Return a receiver's terms, one per storage, whose weights add up to minus its number."""
         views = self._destination_views(region)
         first, *copies = [BoxSum(view, region.start, region.dtype) for view in views]
@@ -320,10 +334,12 @@ def _balances(
     """Add up one rank's weighted checksums per region, [len(regions)] int64; ``checksums`` are [terms]."""
     indices = [term.region // regions.step for term in terms]
     weights = [term.weight for term in terms]
-    weighted = checksums.long() * torch.tensor(weights, dtype=torch.int64)
+    term_weights = torch.tensor(weights, dtype=torch.int64)
+    weighted = checksums.long() * term_weights
 
     balances = torch.zeros(len(regions), dtype=torch.int64)
-    balances.index_add_(0, torch.tensor(indices, dtype=torch.int64), weighted)
+    region_indices = torch.tensor(indices, dtype=torch.int64)
+    balances.index_add_(0, region_indices, weighted)
     return balances
 
 
@@ -386,7 +402,12 @@ class BoxSum:
 
         columns = values.shape[-1]
         self._elements_per_word = _elements_per_word(start[-1], columns, dtype.itemsize)
-        self._column_weights = _column_weights(start[-1], columns, dtype.itemsize, values.device)
+        self._column_weights = _column_weights(
+            start[-1],
+            columns,
+            dtype.itemsize,
+            values.device,
+        )
         self._dtype = dtype
         self._has_product = _has_integer_product(values.device.type)
 
@@ -419,7 +440,11 @@ class BoxSum:
             return sums[0]
         return torch.stack(sums).sum(dtype=torch.int32)
 
-    def _sum_chunk(self, values: Tensor, row_weights: Tensor) -> Tensor:
+    def _sum_chunk(
+        self,
+        values: Tensor,
+        row_weights: Tensor,
+    ) -> Tensor:
         """Return the weighted sum of a chunk of rows, a 0-dim int32; ``row_weights`` are [rows]."""
         if values.dtype != torch.int32:
             values = _as_words(values.to(self._dtype), self._elements_per_word)
@@ -434,7 +459,11 @@ class BoxSum:
         return (row_sums * row_weights).sum(dtype=torch.int32)
 
 
-def _elements_per_word(start: int, count: int, itemsize: int) -> int:
+def _elements_per_word(
+    start: int,
+    count: int,
+    itemsize: int,
+) -> int:
     """Return the elements of a row in a word of 4 bytes, 1 if rows begin or end inside a word."""
     elements = max(1, 4 // itemsize)
     if start % elements or count % elements:
@@ -507,7 +536,8 @@ def _matrices(
 
     # The dimension is part of the position, so that equal coordinates in two dimensions differ.
     position = start[dim] + values.dim() * 2**40
-    dim_weights = _mix(position, values.shape[0], values.device) * weight
+    position_weights = _mix(position, values.shape[0], values.device)
+    dim_weights = position_weights * weight
     if values.dim() == 2:
         yield values, dim_weights
         return
@@ -517,7 +547,12 @@ def _matrices(
 
 def _mix(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
-    state = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    state = torch.arange(
+        start,
+        start + count,
+        dtype=torch.int64,
+        device=device,
+    )
     state *= _SPLITMIX_INCREMENT
     for shift, factor in _SPLITMIX_ROUNDS:
         # torch's shift is arithmetic: mask the copies of the sign bit.

@@ -168,7 +168,8 @@ class Schedule:
         for (sender, receiver), count in self.messages.items():
             sent_counts[sender] += count
             received_counts[receiver] += count
-        return max([*sent_counts.values(), *received_counts.values()], default=0)
+        message_counts = [*sent_counts.values(), *received_counts.values()]
+        return max(message_counts, default=0)
 
 
 def schedule(
@@ -212,13 +213,20 @@ def _divide(
     own_message_bytes = min(OWN_MESSAGE_BYTES, slot)
 
     # If even full messages are too many, no smaller threshold can suffice: skip the search.
-    max_bytes = max([*plan.sent.values(), *plan.received.values()], default=0)
+    rank_bytes = [*plan.sent.values(), *plan.received.values()]
+    max_bytes = max(rank_bytes, default=0)
     if max_bytes > MAX_MESSAGES * slot:
         own_message_bytes = slot
 
     while True:
         messages = _count_messages(plan, sizes, slot, own_message_bytes)
-        candidate = Schedule(phase, slot, streams, own_message_bytes, messages)
+        candidate = Schedule(
+            phase,
+            slot,
+            streams,
+            own_message_bytes,
+            messages,
+        )
         if own_message_bytes == slot or candidate.messages_per_rank <= MAX_MESSAGES:
             return candidate
         own_message_bytes = min(2 * own_message_bytes, slot)
@@ -236,7 +244,8 @@ def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     result: dict[Pair, int] = {}
 
     # Ties by rank: every rank must compute the same rounds.
-    for sender, receiver in sorted(pairs, key=lambda pair: (-pairs[pair], pair)):
+    largest_first = sorted(pairs, key=lambda pair: (-pairs[pair], pair))
+    for sender, receiver in largest_first:
         occupied = send_masks[sender] | receive_masks[receiver]
         # The lowest bit that is not set.
         first_free = ~occupied & (occupied + 1)
@@ -282,7 +291,11 @@ def _count_messages(
                 own_messages[sender, receiver] += num_messages
                 packed_bytes[sender, receiver] += num_packed_bytes
 
-    return {pair: own_messages[pair] + _ceil_div(packed_bytes[pair], slot) for pair in plan.pairs}
+    message_counts: dict[Pair, int] = {}
+    for pair in plan.pairs:
+        packed_messages = _ceil_div(packed_bytes[pair], slot)
+        message_counts[pair] = own_messages[pair] + packed_messages
+    return message_counts
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:
@@ -310,7 +323,8 @@ def build_plan(
     region_groups = []
     for group in groups:
         first = group[0]
-        region_groups.append(RegionGroup(first.holders, first.receivers, _total_bytes(group)))
+        group_bytes = _total_bytes(group)
+        region_groups.append(RegionGroup(first.holders, first.receivers, group_bytes))
 
     bundles: list[Bundle] = []
     shares_by_group = choose_senders(region_groups, node_of or {})

@@ -186,7 +186,11 @@ def _fill_level(loads: Sequence[float], total: float) -> float:
 class _Assignment:
     """Senders chosen so far: the peers of each rank, and the budgets of holders."""
 
-    def __init__(self, budgets: Budgets, local_ranks: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        budgets: Budgets,
+        local_ranks: Mapping[int, int],
+    ) -> None:
         loads: dict[int, float] = defaultdict(float)
         for budget in budgets.values():
             for rank, num_bytes in budget.items():
@@ -237,8 +241,12 @@ class _Assignment:
             budget[sender] = max(0.0, remaining)
             self._excess[sender] += max(0.0, -remaining)
 
-    def _choose(self, receiver: int, demand: Demand) -> list[Share]:
-        """Return one holder with room for all bytes of a receiver, else as few as have room together."""
+    def _choose(
+        self,
+        receiver: int,
+        demand: Demand,
+    ) -> list[Share]:
+        """Return one holder with room for all bytes of a receiver, else the fewest that have enough room."""
         if len(demand.holders) == 1:
             return [Share(demand.holders[0], demand.bytes)]
 
@@ -250,7 +258,7 @@ class _Assignment:
             is_other_rail = self._local_ranks.get(rank) != local_rank
             return rank not in peers, is_other_rail, -budget[rank], rank
 
-        # Slack counts for one sender of all bytes: it saves the second sender.
+        # Only a single sender of all bytes may use the slack, since it saves a second message.
         candidates: list[int] = []
         for rank in demand.holders:
             room = budget[rank] + self._slack_bytes - self._excess[rank]

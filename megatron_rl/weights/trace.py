@@ -8,6 +8,7 @@ region; no list of supported view operations is needed.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -97,6 +98,9 @@ class CopyRecorder(TorchDispatchMode):
             entries.sort()
 
         self.boxes: list[TensorBox] = []
+        self.zeroed: set[str] = set()
+        """Destinations that the loader fills with a source after it has set that to zero."""
+        self._zeros: set[int] = set()
 
     def add_source(self, name: str, tensor: Tensor) -> None:
         """Add a source tensor with a storage of its own."""
@@ -113,6 +117,8 @@ class CopyRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
+        if func is torch.ops.aten.zero_.default and _storage(args[0]) in self._frames:
+            return self._zero(args[0])
 
         # Views need no entry: they share the storage by which their source is looked up.
         result = func(*args, **kwargs)
@@ -121,6 +127,17 @@ class CopyRecorder(TorchDispatchMode):
             if _storage(source) in self._frames:
                 self._add_intermediate(result, source)
         return result
+
+    def _zero(self, source: Tensor) -> Tensor:
+        """Record that the loader sets a complete source to zero, as one that other ranks add.
+
+        Raises TraceError for a part of one.
+        """
+        frame = self._frames[_storage(source)]
+        if source.numel() != math.prod(frame.size):
+            raise TraceError(f"a part of {frame.name!r} is set to zero")
+        self._zeros.add(_storage(source))
+        return source
 
     def _copy(
         self,
@@ -142,7 +159,9 @@ class CopyRecorder(TorchDispatchMode):
         name, begin = parameter
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
-        if target.numel():
+        if _storage(source) in self._zeros:
+            self.zeroed.add(name)
+        elif target.numel():
             # `copy_` broadcasts its source.
             source = source.expand(target.shape)
             self.boxes += self._boxes_of_copy(target, source, name, begin)
@@ -189,10 +208,15 @@ class CopyRecorder(TorchDispatchMode):
         )
         return [replace(box, storage=name, rank=self._rank) for box in boxes]
 
-    def _add_intermediate(self, copy: Tensor, source: Tensor) -> None:
+    def _add_intermediate(
+        self,
+        copy: Tensor,
+        source: Tensor,
+    ) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         frame = self._frames[_storage(source)]
-        first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
+        expanded = source.expand(copy.shape)
+        first, axes = _resolve(frame, expanded, copy.stride())
         boxes = list(
             _split_into_boxes(
                 frame.name,
@@ -292,7 +316,11 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     return merged
 
 
-def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
+def _join(
+    first: TensorBox,
+    second: TensorBox,
+    dim: int,
+) -> TensorBox | None:
     """Return the union of two boxes along ``dim``, None if they are not adjacent in tensor and storage."""
     if first.start[dim] + first.size[dim] != second.start[dim]:
         return None
@@ -320,7 +348,8 @@ def _resolve(
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
     """Return the source coordinates of a view's first element, and the axes of the view."""
-    first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
+    position = int(source.storage_offset()) - frame.offset
+    first = _coordinates(frame, position)
     axes: list[_Axis] = []
     dims = zip(source.shape, source.stride(), target_stride, strict=True)
     for count, stride, destination_stride in dims:
@@ -329,7 +358,13 @@ def _resolve(
         if stride == 0:
             axes.append(_Axis(None, 0, count, destination_stride))
             continue
-        axes += _split_axis(frame, first, count, stride, destination_stride)
+        axes += _split_axis(
+            frame,
+            first,
+            count,
+            stride,
+            destination_stride,
+        )
 
     # The last element must be inside the frame: a view may run over from one row into the next.
     last = list(first)

@@ -88,7 +88,11 @@ class _Stream:
         self._append(views, dtype)
         self.closed = own_message
 
-    def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
+    def needs_own_message(
+        self,
+        views: Views,
+        dtype: torch.dtype,
+    ) -> bool:
         """Return whether views are large enough for messages of their own."""
         num_bytes = views[0].numel() * dtype.itemsize
         return num_bytes >= min(self.own_message_bytes, self.slot)
@@ -216,17 +220,37 @@ class Exchange:
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
-                message = self._buffer(buffers, ("in", peer), stream, number)
-                operation = dist.P2POp(dist.irecv, message, peer, self._group)
+                message = self._buffer(
+                    buffers,
+                    ("in", peer),
+                    stream,
+                    number,
+                )
+                operation = dist.P2POp(
+                    dist.irecv,
+                    message,
+                    peer,
+                    self._group,
+                )
                 operations.append(operation)
 
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
-                message = self._buffer(buffers, ("out", peer), stream, number)
+                message = self._buffer(
+                    buffers,
+                    ("out", peer),
+                    stream,
+                    number,
+                )
                 if self._in_place[id(stream)][number] is None:
                     for segment in stream.messages[number]:
                         segment.staged(message).copy_(segment.views[0])
-                operation = dist.P2POp(dist.isend, message, peer, self._group)
+                operation = dist.P2POp(
+                    dist.isend,
+                    message,
+                    peer,
+                    self._group,
+                )
                 operations.append(operation)
 
         # In one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
@@ -256,7 +280,11 @@ class Exchange:
             self.staging_peak += max_length
         return buffers[key][: stream.lengths[number]]
 
-    def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
+    def _unpack(
+        self,
+        number: int,
+        buffers: dict[Any, Tensor],
+    ) -> None:
         """Copy the received message ``number`` of every stream from staging into its views."""
         for peer, stream in self._receives.items():
             if number >= len(stream.messages):
@@ -274,8 +302,9 @@ class Exchange:
 def connect(group: Any) -> None:
     """Create the communicator of a group before some of its ranks exchange messages.
 
-    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered
-    one; ranks without messages would never. ``group`` None is the world. Collective over the group.
+    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered a
+    call; a rank without messages would never enter one. ``group`` None is the world. Collective over the
+    group.
     """
     dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
 

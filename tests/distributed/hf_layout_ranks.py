@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-5-moe", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
     ("qwen3-next", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
+    ("gpt-oss", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
     (
         "glm4-moe",
         {

@@ -139,6 +139,7 @@ def check_updates_in_flight(path: Path) -> None:
                         tokens=prefix,
                         limit=15,
                         done=5,
+                        turn_tokens=5,
                     )
                 )
 

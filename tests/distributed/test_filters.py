@@ -94,3 +94,30 @@ def test_dropped_responses_leave_their_group_and_a_resume_changes_nothing(
     for mine, truth in zip(metrics(tmp_path / "parted"), expected, strict=True):
         for name in ("filtered/min_tokens", "filtered/function", "reward/mean", "policy/grad_norm"):
             assert mine[name] == truth[name], name
+
+
+def test_removed_responses_are_sampled_again_on_any_number_of_ranks(
+    fork: Any, material: Path, tmp_path: Path
+) -> None:
+    """The first step has the same weights: rows that were kept at once are those of a run without."""
+    tables = {}
+    for name, ranks, refill in (("without", 1, 0), ("one", 1, 3), ("two", 2, 3)):
+        rollout = {"engine": "torch", "max_response_tokens": 16, "filters": {"refill": refill}}
+        file = run(tmp_path / name, material, rollout)
+        fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=2", module=True)
+        tables[name] = table(tmp_path / name, 1)
+
+    removed = tables["without"]["failure"].notna()
+    still_removed = tables["one"]["failure"].notna()
+    assert removed.sum() > 0 and still_removed.sum() < removed.sum()
+    assert not (still_removed & ~removed).any()
+    kept = tables["without"]["response"][~removed]
+    assert kept.equals(tables["one"]["response"][~removed])
+    new = tables["one"][removed & ~still_removed]
+    assert not new["response"].str.startswith("7").any() and (new["length"] >= 4).all()
+    columns = ["prompt", "response", "group", "reward", "length"]
+    assert tables["one"][columns].equals(tables["two"][columns])
+    lines = metrics(tmp_path / "one")
+    assert unwritten("a run that refills", lines) == []
+    line = lines[0]
+    assert removed.mean() <= line["filtered/refilled"] <= 3 * removed.mean()

@@ -56,9 +56,11 @@ SHARE = 4
 """So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
-GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 4.0, "qwen3-next": 4.0}
+GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 10.0, "qwen3-next": 4.0}
 """Where it grows more: transformers' log-probs of Gemma 3 differ by 6e-5 between float32 and float64, those
-of Qwen3.5 by up to 5e-5 if each weight moves by up to a quarter of the distance between float32 numbers."""
+of Qwen3.5 by up to 5e-5, with experts 9e-5, if each weight moves by up to half the distance between float32
+numbers. A reference in float32 may be as far on the other side, and which sums a processor's kernels take
+decides: of the same tests, one machine had 7e-5 and another 1e-4."""
 
 
 def case(family: str, **sizes: Any) -> dict[str, Any]:

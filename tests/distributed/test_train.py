@@ -73,7 +73,12 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
     truncated = {
-        "rollout": {"top_p": 0.9, "sampling_profiles": {"other": {"top_k": 5}}},
+        "rollout": {
+            "top_p": 0.9,
+            "temperature": {"start": 1.1, "end": 0.8, "steps": 3},
+            "repetition_penalty": 1.1,
+            "sampling_profiles": {"other": {"top_k": 5}},
+        },
         "evaluation": {"sets": _two_sets(tmp_path, material)},
         "checkpoint": {"best": "eval/sampled/lengths/of_text", "best_is": "lowest"},
     }
@@ -114,6 +119,40 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     _check_offline_commands(
         fork, whole, tmp_path / "whole/run", expected[4]["eval/held_out/accuracy"], weights
     )
+
+
+def test_a_resumed_run_skips_the_same_prompts_with_equal_rewards(fork, material, tmp_path):
+    # An epoch of twelve prompts takes a step and a half: all steps but the first two draw by rewards.
+    lines = [line for line in (material / "train.jsonl").read_text().splitlines() if len(line) < 99][:12]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    passed = [json.loads(line)["prompt"] for line in lines[:7]]
+    score = f"return prompt in {passed} or float(len(response) % 3)"
+    reward = f"def score(*, prompt, response, **_):\n    {score}\n"
+    (tmp_path / "reward.py").write_text(reward)
+    changes = {
+        "data": {"train": str(tmp_path / "few.jsonl"), "uniform_share": 0.2},
+        "reward": {"function": f"{tmp_path}/reward.py:score"},
+        "steps": 6,
+        "sft": None,
+        "evaluation": None,
+    }
+    whole = _config(tmp_path / "whole", material, **changes)
+    parted = _config(tmp_path / "parted", material, **changes)
+    fork("megatron_rl", 2, "train", whole, "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "steps=4", "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "checkpoint.export=false", module=True)
+
+    expected = _lines(tmp_path / "whole/run")
+    assert _lines(tmp_path / "parted/run") == expected
+    assert unwritten("a run that skips uniform prompts", expected.values()) == []
+    steps = [line for step, line in expected.items() if step]
+    assert max(line["curriculum/uniform"] for line in steps) >= 7 / 12
+    assert steps[0]["curriculum/skipped"] == 0 < max(line["curriculum/skipped"] for line in steps)
+    drawn = []
+    for step in range(1, 7):
+        table = pyarrow.parquet.read_table(tmp_path / f"whole/run/rollouts/step_{step}.parquet")
+        drawn.append(sum(prompt in passed for prompt in table.column("prompt").to_pylist()) / 32)
+    assert sum(drawn[-2:]) < sum(drawn[:2]), drawn
 
 
 def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material, tmp_path):

@@ -35,7 +35,11 @@ CASES = [
     layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
     layouts.case("deepseek-v3", tensor=2, context=2, **SP),
     layouts.case("mistral", context=2),
+    layouts.case("gpt-oss", tensor=2, expert=2, pipeline=2, **SP, **FULL),
+    layouts.case("gpt-oss", tensor=2, context=2, **SP),
     layouts.case("glm4-moe", context=2, tensor=2, **SP, settings={"apply_rope_fusion": True}),
+    layouts.case("minimax-m2", tensor=2, expert=2, **SP),  # norms over all heads
+    layouts.case("ministral3", tensor=2, context=2, **SP),  # queries with factors
     layouts.case("qwen3-moe", expert=2, tensor=2, **SP, provider="gpt_builder"),
     layouts.case("qwen2", tensor=2, provider="own_attention"),
 ]

@@ -75,7 +75,7 @@ def test_check_plan_and_run_name_the_same_bytes(
     assert checked["weight_sync"]["received_most"] == received
     assert checked["weight_sync"]["model_bytes"] == planned["model_bytes"]
     words = re.search(r"received per rank .* most (.+)", printed(capsys, *plan))
-    text = printed(capsys, *check)
+    text = printed(capsys, *check, "--verbose")
     assert words and re.search(rf"received by the busiest rank +{words[1]}\n", text)
     assert f"per weight sync: {words[1]}" in re.sub(r"\s+", " ", text), "the reason for the order of ranks"
 

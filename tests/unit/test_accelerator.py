@@ -181,7 +181,7 @@ def test_check_shows_them_with_their_reasons() -> None:
     keys = {default.row.key: default.row.value for default in report.accelerator}
     assert keys["attention_backend"] == "fused" and keys["moe_shared_expert_overlap"] is True
     assert "apply_rope_fusion" not in keys
-    text = report_text(report, "config.yaml")
+    text = report_text(report, "config.yaml", verbose=True)
     for default in report.accelerator:
         assert default.row.key in text and default.row.reason in text
     record = json.loads(json.dumps(report_json(report)))["accelerator"]
@@ -218,6 +218,7 @@ def test_the_documentation_has_every_row() -> None:
         assert f"| {key} | {reason} |".replace("`", "") in text
 
 
+@pytest.mark.slow
 def test_megatron_takes_every_default(tmp_path: Path) -> None:
     """In its trial, with the stand-in of Transformer Engine, whose functions the fields need."""
     roles = []

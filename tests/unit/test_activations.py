@@ -22,7 +22,19 @@ def groups() -> ParallelGroups:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
+    "family",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "olmo2",
+        "mixtral",
+        "qwen3-moe",
+        "gpt-oss",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
 )
 def test_a_layer_keeps_what_is_counted(
     family: str, dtype: torch.dtype, recompute: str, groups: ParallelGroups

@@ -17,10 +17,10 @@ from megatron_rl.algorithms.advantages import Rloo, Vapo
 from megatron_rl.algorithms.algorithm import ALGORITHMS, CORRECTIONS, KINDS
 from megatron_rl.algorithms.correction import Correction
 from megatron_rl.algorithms.kl import KlInLoss
-from megatron_rl.algorithms.lookup import algorithm_of
+from megatron_rl.algorithms.lookup import algorithm_of, with_pieces
 from megatron_rl.algorithms.losses import Gspo, PpoClip
 from megatron_rl.check.unknown_names import with_suggestions
-from megatron_rl.config.load import load_config, load_text
+from megatron_rl.config.load import dump, load_config, load_text, to_plain
 from megatron_rl.config.other_names import RENAMED
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.setting import setting_of
@@ -43,6 +43,8 @@ class Raised(PolicyLoss):
     plain: int = 3
     def token_loss(self, micro, log_probs):
         return TokenLoss(-micro.advantages * (self.sharpness * log_probs).exp(), {})
+
+OWN = Algorithm("own", "Mine.", policy_loss=Raised(sharpness=0.5))
 
 @dataclass(frozen=True)
 class Watched(Advantage):
@@ -195,6 +197,44 @@ def test_the_length_limit_reaches_the_pieces_that_need_it():
     get_algorithm("dr_grpo", {"overlong": {"buffer": 13, "limit": 20}}, max_response_tokens=12)
     stated = get_algorithm("dr_grpo", {"aggregation": {"scale_factor": 3}}, max_response_tokens=12)
     assert stated.aggregation.scale_factor == 3.0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_written_pieces_make_the_same_algorithm(name):
+    config = load_text(CONFIG, [f"algorithm.name={name}"]).valid()
+    algorithm = algorithm_of(config)
+    written, reasons = with_pieces(config, algorithm)
+    reloaded = load_text(dump(written)).valid()
+    assert reloaded == written
+    assert algorithm_of(reloaded) == algorithm
+    assert with_pieces(reloaded, algorithm) == (written, {}), "explicit pieces are derived no more"
+    assert reasons["algorithm.policy_loss"] == f"algorithm.name={name}"
+    assert (written.algorithm.value_loss is not None) == algorithm.needs_critic
+
+
+def test_written_pieces_of_every_name_are_the_same_pieces():
+    for key, kind in KINDS.items():
+        for name, piece in kind.named.items():
+            config = load_text(CONFIG, ["algorithm.name=ppo", f"algorithm.{key}={name}"]).valid()
+            written, reasons = with_pieces(config, get_algorithm("ppo", {key: name}, max_response_tokens=8))
+            reloaded = load_text(dump(written)).valid()
+            again = get_algorithm("ppo", {key: getattr(reloaded.algorithm, key)}, max_response_tokens=8)
+            # YAML has lists where the tables have tuples.
+            assert to_plain(getattr(again, key)) == to_plain(piece.within(8)), (key, name)
+            assert f"algorithm.{key}" not in reasons
+
+
+def test_written_pieces_of_the_user_make_the_same_algorithm(own):
+    for override in (
+        f"algorithm={{name: grpo, policy_loss: {{name: '{own}:Raised', sharpness: 0.3}}}}",
+        f"algorithm={{name: '{own}:OWN'}}",
+        f"algorithm={{name: '{own}:OWN', policy_loss: {{sharpness: 0.4}}}}",
+    ):
+        config = load_text(CONFIG, [override]).valid()
+        algorithm = algorithm_of(config)
+        written, _ = with_pieces(config, algorithm)
+        reloaded = load_text(dump(written)).valid()
+        assert reloaded == written and repr(algorithm_of(reloaded)) == repr(algorithm), override
 
 
 def test_algorithm_of_the_user_by_module_and_name():

@@ -90,6 +90,7 @@ def test_ways_to_get_log_probs_agree_and_memory_is_counted(beside: Any) -> None:
     assert case.peak(ways["unfused"]) > case.peak(ways["chunked"]) > 300 * 500 * 4
 
 
+@pytest.mark.slow
 def test_a_seed_has_data_of_its_own(beside: Any, monkeypatch: Any, tmp_path: Path) -> None:
     seeds, launched = beside("seeds"), list[list[str]]()
     monkeypatch.setattr(seeds, "torchrun", lambda words, *_: launched.append(words))

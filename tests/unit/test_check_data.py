@@ -96,7 +96,8 @@ def test_every_record_is_read_where_there_are_not_too_many(monkeypatch: pytest.M
     monkeypatch.setattr(data_rules, "WHOLE_BYTES", 300 * len(json.dumps(good)))
     report = check()
     assert not report.errors
-    assert re.search(r"read the first 29\d of 600 records, counted", report_text(report, "run.yaml"))
+    text = report_text(report, "run.yaml", verbose=True)
+    assert re.search(r"read the first 29\d of 600 records, counted", text)
     assert not check(training=True).data_stats  # the job reads all of it anyway
 
 
@@ -110,7 +111,7 @@ def test_records_that_are_too_long_are_found_before_the_job(monkeypatch: pytest.
     write("train.jsonl", [long] * 2 + [good] * 600)
     report = check()
     assert not report.errors and not any("longer" in warning.message for warning in report.warnings)
-    text = report_text(report, "run.yaml")
+    text = report_text(report, "run.yaml", verbose=True)
     assert re.search(
         r"read all 602 records, counted the tokens of 2\d\d: longest 10 of 8; 2 are longer", text
     )

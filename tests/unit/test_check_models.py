@@ -85,7 +85,7 @@ def check(model: Path, *overrides: str) -> CheckReport:
     [
         ({"model_type": "qwen2_with_code"}, "code that comes with the checkpoint"),
         ({"model_type": "llama"}, "or the architecture of llama"),
-        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "use a checkpoint of one of these"),
+        ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}, "use a checkpoint of one of these"),
         ({"architectures": ["Qwen2ForCausalLn"]}, "if Qwen2ForCausalLM is intended"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "else the checkpoint cannot be used here"),
     ],
@@ -281,7 +281,7 @@ def test_control_tokens_beyond_the_embedding_are_common(model: Path) -> None:
     assert not check(model).errors
 
 
-def test_stop_strings_of_a_profile_are_one_token(model: Path) -> None:
+def test_stop_texts_of_a_profile_can_be_part_of_a_response(model: Path) -> None:
     assert not check(model, 'rollout.stop=["1"]').errors
     error = one_error(model, 'rollout.sampling_profiles={sums: {stop: ["12"]}}')
     assert error.where is not None and error.where.startswith("rollout.sampling_profiles.sums.stop")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from config_workspace import write_workspace
 
 from megatron_rl.cli.main import COMMANDS, main
 from megatron_rl.config.load import flatten, load_config
+from megatron_rl.launcher import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -43,8 +46,55 @@ def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     )
 
 
+def test_check_begins_with_five_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = ["check", "configs/qwen2.5-7b-8gpu.yaml", "--without-files"]
+    assert main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    verdict, size, memory, sync, step, blank, *findings = shown.splitlines()
+
+    assert verdict.startswith("READY once the missing files are there: no errors, 2 warnings (configs/")
+    assert size.split("  ")[-1] == (
+        "Qwen2.5-7B-Instruct, 7.62B parameters; grpo for 200 steps of 128 prompts x 16 samples"
+    )
+    peaks = {rank["rank"]: max(rank["total"].values()) for rank in record["memory"]}
+    assert f"{max(peaks.values()) / 2**30:.1f} GiB" in memory and memory.endswith("of 79 GiB")
+    assert "0 B to the busiest; 15.23 GB of weights" in sync
+    seconds = record["prediction"]["seconds"]
+    assert f"{seconds['total']:.3g} s predicted on H100-80GB (assumed)" in step
+    assert all(f"{phase} {seconds[phase]:.3g}" in step for phase in ("generate", "score", "learn"))
+    assert not blank and findings[0].startswith("warning 1: ")
+    assert sum(line.startswith("warning ") for line in findings) == 2
+    assert "MEMORY" not in shown and "--verbose" in findings[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "model.dtype is float32"),
+        (("model.dtype=bfloat16", "gpu=none-such"), "the planner has no constants of none-such"),
+        (("model.dtype=bfloat16", "steps=0"), "the configuration has errors"),
+        ((*ALONE, "rollout.engine=server", "rollout.server.urls=[http://127.0.0.1:9]"), "the servers"),
+        (("model.dtype=bfloat16", "gpu=a100"), None),
+    ],
+)
+def test_a_step_is_predicted_or_the_reason_is_given(
+    overrides: tuple[str, ...], reason: str | None, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check", "config.yaml", *overrides])
+    step = capsys.readouterr().out.splitlines()[4]
+    if reason is None:
+        assert "s predicted on A100-80GB: " in step
+    else:
+        assert "not predicted: " in step and reason in step
+
+
 def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "config.yaml", "steps=3"]) == 0
+    assert main(["check", "config.yaml", "steps=3", "--verbose"]) == 0
     shown = capsys.readouterr().out
     for title in (
         "CONFIGURATION",
@@ -61,6 +111,97 @@ def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[s
         assert path in shown, f"{path} is not shown"
 
 
+def test_check_shows_the_health_rules(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        "health.rules.kl.above=0.3",
+        "health.rules.clipping.act=stop",
+        "health.rules.equal_groups=off",
+    ]
+    overrides += ["health.rules.length.above=5"]
+    own = ["health.rules.low.metric=reward/mean", "health.rules.low.below=0.1", "health.rules.low.steps=20"]
+    assert main(["check", "config.yaml", "--verbose", *overrides, *own]) == 0
+    section = capsys.readouterr().out.split("HEALTH  (")[1].split("\n\n")[0]
+    warned = " ".join(section.split("end the run")[0].split())
+    assert "warn kl, entropy, " in warned and warned.endswith(", low") and "equal_groups" not in warned
+    assert re.search(r"end the run +clipping\n +off +equal_groups\n", section)
+    assert "kl/ref: healthy 0.3 or less; fires after 3 measurements outside" in section
+    assert "response/length (the value divided by the median" in " ".join(section.split())
+    assert "reward/mean: healthy 0.1 or more; fires after 20 measurements outside" in section
+
+
+def test_the_five_lines_tell_when_weights_are_synced_and_what_is_not_predicted(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus = ["config.yaml", "--on", "h100", "model.dtype=bfloat16"]
+    assert main(["check", *on_gpus, "hybrid_engine.every=4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"weight sync .* of weights; synced every 4 versions\n", shown)
+    assert re.search(r"\nstep .*; with a weight sync\n", shown)
+    assert main(["check", *on_gpus]) == 0
+    shown = capsys.readouterr().out
+    assert "synced every" not in shown and "with a weight sync" not in shown
+
+
+def test_check_shows_the_pieces_that_the_algorithm_resolves_to(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["algorithm.name=dapo", "algorithm.kl.coef=0.25", "algorithm.kl.name=loss"]
+    assert main(["check", "config.yaml", "--verbose", *overrides]) == 0
+    shown = " ".join(capsys.readouterr().out.split("ALGORITHM  (")[1].split("\n\n")[0].split())
+    assert "clip_low 0.2, clip_high 0.28, dual_clip 10.0" in shown
+    assert "algorithm.dynamic_sampling refill: max_rounds 10" in shown
+    assert "algorithm.value_loss not used without a critic" in shown
+    assert re.search(r"algorithm.kl loss: .*coef 0.25.* \(override algorithm.kl", shown)
+
+    assert main(["check", "config.yaml", "--json", *overrides]) == 0
+    values = json.loads(capsys.readouterr().out)["config"]
+    assert values["algorithm.policy_loss"]["value"]["clip_high"] == 0.28
+    assert values["algorithm.policy_loss"]["detail"] == "algorithm.name=dapo"
+
+
+ON_H100 = (
+    "check", "config.yaml", "--on", "h100", "--json", "model.dtype=bfloat16", "gpu_memory_gib=1",
+    "logging.trackers=[wandb]", "actor.megatron.fp8=hybrid", "algorithm.policy_loss=imports.py:loss",
+)  # fmt: skip
+"""Check of a run that needs a tracker, Transformer Engine's FP8, and a package that its loss imports."""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_check_on_a_gpu_does_not_depend_on_this_machine(
+    installed: bool, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("imports.py").write_text("import package_of_the_cluster\ndef loss(micro, log_probs): ...\n")
+    for module in ("check.packages", "check.model.accelerator", "config.derive"):
+        monkeypatch.setattr(f"megatron_rl.{module}.has_transformer_engine", lambda: installed)
+    for module in ("check.engine.arguments", "check.model.accelerator"):
+        monkeypatch.setattr(f"megatron_rl.{module}.has_host_build", lambda: not installed)
+    if not installed:
+        monkeypatch.setattr("megatron_rl.check.model.megatron_settings._is_installed", lambda _: False)
+
+    assert main([*ON_H100]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["valid"] and not record["untried"] and not record["errors"]
+    warnings = " ".join(warning["message"] for warning in record["warnings"])
+    assert "wandb" not in warnings and "is not installed" not in warnings
+    assert "cannot import imports.py" in warnings
+    assert record["config"]["model.attention"]["value"] == "transformer_engine"
+    assert record["config"]["gpu_memory_gib"]["value"] == 79.2, "that of the named GPU, not of the file"
+    assert record["prediction"] == {"reason": "a piece of the algorithm cannot be imported here"}
+    assert "gradient_accumulation_fusion" in {row["key"] for row in record["accelerator"]}
+
+    assert main([*ON_H100, "algorithm.policy_loss=gspo"]) == 0
+    prediction = json.loads(capsys.readouterr().out)["prediction"]
+    assert prediction["gpu"] == "H100-80GB" and not prediction["assumed_gpu"]
+
+    # What the user wrote wrongly is still refused.
+    assert main([*ON_H100, "algorithm.policy_loss=misspelled:loss"]) == 2
+    assert "cannot import misspelled" in capsys.readouterr().out
+    assert main(["check", "config.yaml", "--on", "h100", "steps=0"]) == 2
+    assert main(["check", "config.yaml", "--on", "h10"]) == 2
+    refused = capsys.readouterr().err
+    assert all(part in refused for part in ("where:    --on", "expected: one of", "fix: "))
+
+
 def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "rollout.n=3", "steps=0", "data.train=gone.jsonl"]) == 2
     shown = capsys.readouterr().out
@@ -71,7 +212,7 @@ def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFix
 def test_the_arithmetic_is_shown_beside_missing_files(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "config.yaml", "data.train=gone.jsonl"]) == 2
+    assert main(["check", "config.yaml", "data.train=gone.jsonl", "-v"]) == 2
     assert "64 rows per step" in capsys.readouterr().out
 
 
@@ -79,7 +220,7 @@ def test_check_shows_what_conversations_have_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    words = ["check", "launch/examples/tools/run.yaml", "--world-size", "2", "--without-files"]
+    words = ["check", "launch/examples/tools/run.yaml", "--world-size", "2", "--without-files", "-v"]
     assert main([*words, "rollout.max_in_flight=20"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
@@ -200,8 +341,9 @@ def test_train_stops_before_anything_heavy(workspace: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_speaks(workspace: Path) -> None:
-    """Rank 0 prints, and writes where torchrun reads the root cause; other ranks wait to be ended."""
+    """Rank 0 prints, and writes where torchrun reads the root cause; other ranks print if it does not."""
     told = workspace / "error.json"
     world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     first = run(
@@ -219,9 +361,48 @@ def test_one_rank_speaks(workspace: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert other.communicate(timeout=60)[1] == "" and other.returncode == 2
+    time.sleep(PATIENCE / 2)
+    assert other.poll() is None, "it waits for rank 0"
+    shown = other.communicate(timeout=60)[1]
+    assert shown.startswith("rank 1 on ") and "`steps` is out of range" in shown and other.returncode == 2
 
 
+ONE_RANK_FAILS = """
+import sys, time
+from megatron_rl.errors import UserError
+from megatron_rl.launcher import process_rank, report_errors
+if process_rank() == 1:
+    report_errors(UserError("the disk of one rank is full", where="run_dir", fix="free some space"))
+    sys.exit(2)
+time.sleep(120)
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_alone_is_printed_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ONE_RANK_FAILS)
+    launched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "program.py",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    before, _, behind = launched.stderr.partition("Traceback (most recent call last)")
+    assert re.search(r"rank 1 on .*:\nerror: the disk of one rank is full", before)
+    assert "the disk of one rank is full" in behind.partition("Root Cause")[2]
+
+
+@pytest.mark.slow
 def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Path) -> None:
     words = ["-m", "megatron_rl", "train", "config.yaml", "world_size=null", "steps=0", "seed=-1"]
     plain = subprocess.run(
@@ -256,7 +437,7 @@ def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Pat
         (("export", "gone", "--out", "x"), "no directory gone"),
         (("export", "model", "--out", "x"), "is a Hugging Face model, not a training checkpoint"),
         (("export", "runs", "--out", "x"), "runs is not a checkpoint"),
-        (("export", "folder", "--out", "model"), "would overwrite something"),
+        (("export", "folder", "--out", "model"), "would overwrite existing files"),
         (("report", "gone"), "no directory gone"),
         (("report", LONG), "choose a shorter name"),
         (("report", "runs"), "it is not a regular file"),

@@ -91,7 +91,7 @@ def test_check_shows_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     write_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
     write("recipe.yaml", "base: config.yaml\nsteps: 3\n")
-    assert main(["check", "recipe.yaml"]) == 0
+    assert main(["check", "recipe.yaml", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert "recipe.yaml:2" in shown and "config.yaml:6" in shown
 
@@ -168,7 +168,7 @@ def test_recipes_need_no_data_to_be_checked(tmp_path: Path) -> None:
     for name in ("quickstart.yaml", "recipes/grpo.yaml"):
         (target / name).write_text((ROOT / "configs" / name).read_text())
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl", "check", "configs/recipes/grpo.yaml"],
+        [sys.executable, "-m", "megatron_rl", "check", "configs/recipes/grpo.yaml", "-v"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,

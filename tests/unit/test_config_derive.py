@@ -194,7 +194,7 @@ def never_raises(report: CheckReport) -> None:
     for error in (*report.errors, *report.warnings):
         assert isinstance(error, UserError) and error.message and str(error)
     json.dumps(report_json(report))
-    assert report_text(report, "config.yaml")
+    assert report_text(report, "config.yaml") and report_text(report, "config.yaml", verbose=True)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

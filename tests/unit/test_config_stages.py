@@ -51,7 +51,7 @@ def test_a_stage_alone_needs_its_section_only(job: str) -> None:
 def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> None:
     unused = "algorithm: {name: ppo}\nbatch: {prompts_per_step: 4, optimizer_steps: 8}\n"
     Path("alone.yaml").write_text(ALONE + STAGES + unused + "rollout: {max_response_tokens: 8}\n")
-    assert command(["check", "alone.yaml", "--for", job, "--world-size", "2"]) == 0
+    assert command(["check", "alone.yaml", "--verbose", "--for", job, "--world-size", "2"]) == 0
     shown = capsys.readouterr().out
     settings, memory = shown.split("BATCH")[0], shown.split("MEMORY")[1]
     for unread in (" steps=", "algorithm.", "prompts_per_step", "evaluation.", "rollout.tensor"):

@@ -59,15 +59,36 @@ def test_a_torch_without_cudnn_loads_none(loaded: list[str]) -> None:
     assert not loaded
 
 
-@pytest.mark.parametrize(
-    "module", ["trainer.run", "trainer.dataflow", "megatron.model", "distributed.groups"]
-)
-def test_it_is_loaded_before_megatron_is_imported(module: str) -> None:
-    """`sys.modules` has the modules in the order in which their imports began."""
-    script = (
-        f"import sys, megatron_rl.{module}\n"
-        "names = list(sys.modules)\n"
-        "assert names.index('megatron_rl.distributed.cudnn') < names.index('megatron.core')\n"
-    )
-    ended = run_bounded([sys.executable, "-c", script], 120)
+MODULES = ("trainer.run", "trainer.dataflow", "megatron.model", "distributed.groups")
+FIRST_IMPORT = """
+import importlib, os, sys
+import torch
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "megatron.core":
+            loaded = "megatron_rl.distributed.cudnn" in sys.modules
+            print(module, "loads it before" if loaded else "loads it too late", flush=True)
+            os._exit(0)
+
+assert not any(name.startswith("megatron") for name in sys.modules if "editable" not in name)
+for module in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.meta_path.insert(0, Finder)
+        importlib.import_module("megatron_rl." + module)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def said_by_imports() -> list[str]:
+    """Return what processes say that import one module each, as soon as Megatron-Core is to be imported."""
+    ended = run_bounded([sys.executable, "-c", FIRST_IMPORT, *MODULES], 240)
     assert ended.returncode == 0, ended.output
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_it_is_loaded_before_megatron_is_imported(module: str, said_by_imports: list[str]) -> None:
+    assert f"{module} loads it before" in said_by_imports

@@ -28,6 +28,9 @@ class Numbers:
     def __len__(self) -> int:
         return self.records
 
+    def begin_step(self, step: int) -> None:
+        self.step = step
+
     @property
     def epoch(self) -> int:
         return self.order.epoch

@@ -27,7 +27,7 @@ from megatron_rl.data.sources import PromptSource, encode_prompts, encode_respon
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
+from megatron_rl.types import BANNED, PromptBatch, SamplingParameters, split_rows
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -203,7 +203,7 @@ def test_sampling_profiles_by_task(tokenizer: Any) -> None:
         ({"top_k": 1.5}, "top_k` is out of range"),
         ({"max_response_tokens": 0}, "max_response_tokens` is out of range"),
         ({"temperature": "hot"}, "temperature` is out of range"),
-        ({"stop": ["=="]}, "not one token"),
+        ({"stop": ["=ß"]}, "never part of a response"),
         ({"stop": "="}, "a list of texts"),
     ],
 )
@@ -211,6 +211,41 @@ def test_bad_sampling_profiles(tokenizer: Any, profile: dict[str, Any], message:
     with pytest.raises(UserError) as caught:
         source(problems(1), tokenizer, RolloutConfig(sampling_profiles={"hard": profile}))
     assert message in str(caught.value) and "rollout.sampling_profiles.hard" in str(caught.value)
+
+
+def test_temperatures_follow_the_step(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        temperature={"start": 1.0, "end": 0.6, "steps": 4},
+        sampling_profiles={
+            "hard": {"temperature": {"start": 0.5, "end": 1.5, "steps": 2}},
+            "fixed": {"temperature": 0.7},
+        },
+    )
+    values = [{"prompt": "1+1=", "ground_truth": "2", "task": task} for task in ("easy", "hard", "fixed")]
+    prompts = source(records(values), tokenizer, rollout)
+
+    found = {}
+    for step in (1, 2, 3, 9):
+        prompts.begin_step(step)
+        batch = prompts.next(3)
+        temperatures = [sampling.temperature for sampling in batch.sampling]
+        by_task = dict(zip(batch.tasks, temperatures, strict=True))
+        found[step] = [round(by_task[task], 9) for task in ("easy", "hard", "fixed")]
+    assert found == {1: [1.0, 0.5, 0.7], 2: [0.9, 1.0, 0.7], 3: [0.8, 1.5, 0.7], 9: [0.6, 1.5, 0.7]}
+
+
+def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        banned_tokens=("7", "token_id:3"), logit_bias={"8": 1.5, "token_id:5": 0.0}, min_response_tokens=2
+    )
+    (sampling,) = source(problems(1), tokenizer, rollout).next(1).sampling
+    seven, eight = (tokenizer.convert_tokens_to_ids(text) for text in "78")
+    assert dict(sampling.logit_bias) == {eight: 1.5, seven: BANNED, 3: BANNED}
+    assert sampling.min_response_tokens == 2
+
+    for text in ("token_id:99999", "no token"):
+        with pytest.raises(UserError, match="not"):
+            source(problems(1), tokenizer, RolloutConfig(banned_tokens=(text,)))
 
 
 def test_everything_is_in_file_order_and_greedy_switches_filters_off(tokenizer: Any) -> None:
@@ -435,3 +470,49 @@ def test_tokens_of_shards_are_made_anew_when_one_is_added(tokenizer: Any, tmp_pa
     assert longer.next(3).prompts == ("1+1=", "2+2=", "3+3=")
     with pytest.raises(UserError, match="another data set"):
         longer.load_state_dict(state)
+
+
+def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any) -> None:
+    def new() -> PromptSource:
+        data = DataConfig(uniform_share=0.25)
+        items = [{"prompt": f"{number}+1=", "ground_truth": 0} for number in range(400)]
+        return PromptSource(
+            encode_prompts(tokenizer, data, "data.train", records(items)),
+            tokenizer,
+            data,
+            RolloutConfig(),
+            seed=1,
+        )
+
+    prompts = new()
+    assert sorted(prompts.next(400).prompt_ids.tolist()) == list(range(400)), "nothing is known in the first"
+    for number in range(300):
+        prompts.record_group(number, is_uniform=True)
+
+    # The second epoch: every other prompt, and about a quarter of these.
+    skipped: list[set[int]] = []
+    for _ in range(2):
+        first = prompts.next(1).prompt_ids.tolist()
+        size = 400 - len(prompts._order.skipped)
+        drawn = first + prompts.next(size - 1).prompt_ids.tolist()
+        assert len(set(drawn)) == size and set(range(300, 400)) <= set(drawn)
+        assert 45 < size - 100 < 105
+        skipped.append(set(range(400)) - set(drawn))
+    assert prompts.epoch == 2 and skipped[0] != skipped[1], "each waits for a later epoch"
+    ((uniform, now_skipped),) = prompts.uniform_fractions().values()
+    assert uniform == 0.75 and now_skipped == len(skipped[1]) / 400
+
+    # Inside an epoch, with records that count for the next one only.
+    prompts.next(20)
+    prompts.record_group(350, is_uniform=True)
+    prompts.record_group(0, is_uniform=False)
+    resumed = new()
+    resumed.load_state_dict(prompts.state_dict())
+    assert resumed.next(900).prompt_ids.tolist() == prompts.next(900).prompt_ids.tolist()
+    assert resumed.state_dict() == prompts.state_dict()
+
+    # Never all of them.
+    for number in range(400):
+        prompts.record_group(number, is_uniform=True)
+    prompts._order.uniform_share = 0.0
+    assert len(set(prompts.next(1200).prompt_ids.tolist())) == 400

@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +18,11 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.rendezvous import agree_on_attempt, open_store, store_of_one_host
+from megatron_rl.megatron.transformer_settings import transformer_settings
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import describe
+from tests.conftest import run_forked
+from tests.hf_models import COMMON
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
@@ -114,23 +117,17 @@ def test_hosts_need_no_deterministic_kernels() -> None:
 
 def test_deterministic_kernels_are_asked_of_every_library_and_the_users_own_variables_stay() -> None:
     # In a process of its own, which acts as one with an accelerator: the choice holds until its end.
-    code = """
-import json, os, torch
-from megatron_rl.distributed import device
-device._ON_HOST = False
-device.use_deterministic_kernels()
-from megatron_rl.megatron.transformer_settings import transformer_settings
-from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe
-from tests.hf_models import COMMON
-model = {"model_type": "llama", "rms_norm_eps": 1e-6, "initializer_range": 0.02, **COMMON}
-settings = transformer_settings(describe(model), ParallelLayout(ranks=(0,)), torch.float32)
-algorithms = torch.are_deterministic_algorithms_enabled()
-print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]]))
-"""
-    environment = os.environ | {"NCCL_ALGO": "Ring"}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    variables, algorithms, megatron = json.loads(output.stdout.splitlines()[-1])
+    def ask() -> None:
+        os.environ["NCCL_ALGO"] = "Ring"
+        device._ON_HOST = False
+        device.use_deterministic_kernels()
+        model = {"model_type": "llama", "rms_norm_eps": 1e-6, "initializer_range": 0.02, **COMMON}
+        settings = transformer_settings(describe(model), ParallelLayout(ranks=(0,)), torch.float32)
+        algorithms = torch.are_deterministic_algorithms_enabled()
+        print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]]))
+
+    answer = run_forked(ask).stdout
+    variables, algorithms, megatron = json.loads(answer.splitlines()[-1])
     assert (variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], variables["NCCL_ALGO"]) == ("0", "Ring")
     assert algorithms and megatron
 

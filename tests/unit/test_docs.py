@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import logging
 import re
+import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from megatron_rl.check.configuration import check_config
+from megatron_rl.cli import reference
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -45,8 +48,8 @@ COMMAND = re.compile(r"(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILES = (".py", ".yaml", ".jsonl", ".safetensors")
 """Endings of file names, which are no keys."""
-ELSEWHERE = {"sbatch", "kubectl", "tensorboard"}
-"""Programs of a cluster."""
+ELSEWHERE = {"hf", "sbatch", "kubectl", "tensorboard"}
+"""Programs of a cluster and of the Hub."""
 
 
 class Block(NamedTuple):
@@ -148,12 +151,52 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
             source = (ROOT / block.title).read_text(encoding="utf-8")
             indented = (textwrap.indent(block.text, " " * spaces) for spaces in (0, 4, 8))
             assert any(text in source for text in indented), f"{block.title} has no such lines:\n{block.text}"
-        elif block.language == "python":
+        elif block.language == "python" and not block.text.startswith(">>>"):
             compile(block.text, name, "exec")
 
 
-def test_the_first_page_shows_the_training_step() -> None:
-    block, sampling = blocks("README.md", "python")
+@pytest.mark.parametrize("name", NAMES)
+def test_consoles_are_what_was_recorded(name: str) -> None:
+    """Record one with ``python benchmarks/tutorials.py EXAMPLE``; a line of dots leaves lines out."""
+    for block in blocks(name, "text"):
+        if block.title:
+            recorded = (ROOT / block.title).read_text(encoding="utf-8")
+            position = 0
+            for part in re.split(r"^…\n", block.text, flags=re.MULTILINE):
+                position = recorded.find(part, position)
+                assert position >= 0, f"{block.title} has no such lines:\n{part}"
+
+
+def test_the_examples_of_the_python_guide_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    results = doctest.testfile("megatron_rl/cli/python_guide.md", module_relative=False, verbose=False)
+    assert results.attempted > 10
+    assert not results.failed
+
+
+TUTORIALS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/tutorials").glob("*.md"))
+SECTIONS = ("What you should see", "What to change next", "What goes wrong")
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_has_the_parts_of_the_template(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    missing = [row for row in ("Goal", "Before", "Time", "Files") if f"| {row} |" not in text]
+    missing += [section for section in SECTIONS if f"\n## {section}\n" not in text]
+    assert not missing
+    assert blocks(name, "sh"), "no command"
+    assert re.search(r"^!\[[^]]+\]\(\.\./images/", text, re.MULTILINE), "no picture"
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_what_a_tutorial_imports_is_public(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    private = re.findall(r"^\s*(?:from|import) megatron_rl\..*", text, re.MULTILINE)
+    assert not private
+
+
+def test_the_concepts_show_the_training_step() -> None:
+    block, sampling = blocks("docs/concepts.md", "python")[:2]
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
@@ -185,8 +228,11 @@ def key_error(key: str, config: str = "configs/minimal.yaml") -> str:
     return next((str(error) for error in named if NO_NAME.search(error.message)), "")
 
 
+THEIR_NAMES = ("docs/configuration", "docs/other_names")
+
+
 # These name the keys of other projects, and are compared with the code themselves.
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"docs/configuration.md", "docs/other_names.md"}))
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(THEIR_NAMES)])
 def test_keys_in_the_text_are_known(name: str) -> None:
     keys = {match[1] for code in CODE.findall(prose(name)) if (match := KEY.fullmatch(code))}
     wrong = {key: key_error(key) for key in keys if not key.endswith(FILES)}
@@ -249,6 +295,44 @@ def test_the_picture_is_what_check_draws(
     assert drawn == (ROOT / "docs/images/ppo_reward_model.svg").read_text(encoding="utf-8")
     assert main(["check", example, "--picture", str(tmp_path / "no/roles.svg")]) == 2
     assert "--picture" in capsys.readouterr().err
+
+
+def drawings() -> dict[str, str]:
+    """Return the pictures that docs/images/draw.py draws, by name."""
+    namespace = runpy.run_path(str(ROOT / "docs/images/draw.py"))
+    return {name: draw() for name, draw in namespace["PICTURES"].items()}
+
+
+def test_the_diagrams_are_what_their_script_draws() -> None:
+    """Write them with ``python docs/images/draw.py``."""
+    for name, text in drawings().items():
+        assert (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8") == text, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    navigation = (ROOT / ".mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert pages == set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+
+
+LONGEST = 75
+"""Words of a paragraph. Pages that are made from docstrings are as long as those."""
+GENERATED = tuple(f"docs/{name}.md" for name in reference.PAGES)
+
+
+def long_paragraphs(name: str) -> list[str]:
+    """Return the beginnings of paragraphs and list items that are too long, tables aside."""
+    found = []
+    for block in re.split(r"\n\s*\n", prose(name)):
+        if not block.lstrip().startswith("|"):
+            items = re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block)
+            found += [item[:60] for item in items if len(item.split()) > LONGEST]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*GENERATED}))
+def test_paragraphs_are_short(name: str) -> None:
+    assert not long_paragraphs(name)
 
 
 def test_every_example_has_a_readme_and_one_command() -> None:

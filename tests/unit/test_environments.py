@@ -122,6 +122,7 @@ def test_steps_in_the_form_of_gym(hosts):
     assert seen[0][:2] == [[], again] and len(seen[0]) == 3
 
 
+@pytest.mark.slow
 def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
     reasoning_gym.make(tmp_path, ["countdown"], 1, 0, seed=1)
     task = load_records(tmp_path / "train.jsonl")[0].values
@@ -184,6 +185,7 @@ FAILURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
     prompts = [way for failing in FAILURES for way in (failing, "go")]
     ends, seen = play(hosts(max_turns=4, turn_timeout=2.0), prompts)
@@ -198,6 +200,7 @@ def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
     assert "bad s1" in ends[0].message and "status" in ends[prompts.index("exit")].message
 
 
+@pytest.mark.slow
 def test_a_process_runs_more_episodes_at_once_than_it_may_open_files(hosts):
     one, count = hosts(limits=LimitsConfig(files=64)), 200
     for number in range(count):

@@ -23,11 +23,10 @@ from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
-from megatron_rl.shapes.family import DEFAULTS
+from megatron_rl.shapes.family import DEFAULTS, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import family_of, read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
-from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, as_kimi_k2, config_of, save_model, use_epsilon_of_config
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -39,12 +38,13 @@ ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that trans
 def parameters(model) -> int:
     """Count the weights of a transformers model, tied ones once."""
     buffers = sum(value.numel() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS))
-    return buffers + sum(parameter.numel() for parameter in model.parameters())
+    trained = [value for name, value in model.named_parameters() if ".indexer." not in name]
+    return buffers + sum(parameter.numel() for parameter in trained)
 
 
-def refusals(checkpoint: Path) -> list[str]:
+def refusals(checkpoint: Path, *changes: str) -> list[str]:
     """Return what `check` has against a run of a checkpoint, in a workspace beside it."""
-    overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm")
+    overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm", *changes)
     vocabulary = {text: number for number, text in enumerate(TOKENS)}
     tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
     (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -128,6 +128,71 @@ def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:
         torch.testing.assert_close(loaded(rows).logits, reference(rows).logits, atol=1e-5, rtol=0)
 
 
+def test_minimax_m2_is_read_as_it_is_published(workspace: Path) -> None:
+    """With a number of rotary dimensions, the older keys of RoPE, and layers that predict further tokens."""
+    saved = workspace / "saved"
+    save_model("minimax-m2", saved)
+    described = read_pretrained(saved / "config.json")
+    config = read_json(saved / "config.json")
+    theta = config.pop("rope_parameters")["rope_theta"]
+    config |= {"rope_theta": theta, "rotary_dim": 16, "use_mtp": True, "num_mtp_modules": 3}
+    config |= {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1, 1, 1, 1]}
+    config |= {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
+    (saved / "config.json").write_text(json.dumps(config))
+    assert not refusals(saved)
+    published = read_pretrained(saved / "config.json")
+    assert published.shape == described.shape
+    assert published.engine_keys == described.engine_keys
+    assert rotary_fraction(pretrained(read_hf_config(saved)).config) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attn_type_list", [1, 0, 1, 1], "linear attention"),
+        ("scoring_func", "softmax", "scoring_func"),
+        ("use_qk_norm", False, "use_qk_norm"),
+        ("num_experts_per_tok", 1, "single expert"),
+    ],
+)
+def test_a_minimax_m2_that_would_be_computed_differently_is_refused(
+    key: str, value: object, message: str, workspace: Path
+) -> None:
+    saved = workspace / "saved"
+    save_model("minimax-m2", saved)
+    config = read_json(saved / "config.json")
+    (saved / "config.json").write_text(json.dumps({**config, key: value}))
+    (error,) = refusals(saved)
+    assert message in error and f"config.json: {key}" in error
+
+
+@pytest.mark.parametrize("family", ["deepseek-v32", "glm-moe-dsa"])
+def test_sparse_attention_is_trained_on_rows_where_it_is_dense(family: str, workspace: Path) -> None:
+    """On a longer row the indexer leaves keys out, and `check` refuses it."""
+    saved = workspace / "saved"
+    reference = save_model(family, saved, index_topk=24)
+    dense = AutoModelForCausalLM.from_config(
+        read_hf_config(saved, of_engine=True), attn_implementation="eager"
+    )
+    names = [name for name in reference.state_dict() if ".indexer." not in name]
+    dense.load_state_dict({name: reference.state_dict()[name] for name in names})
+    use_epsilon_of_config(dense)
+    rows = torch.arange(30)[None]
+    with torch.no_grad():
+        sparse_logits = reference(rows).logits[0]
+        dense_logits = dense(rows).logits[0]
+    torch.testing.assert_close(sparse_logits[:24], dense_logits[:24], atol=1e-5, rtol=0)
+    assert float((sparse_logits[24:] - dense_logits[24:]).abs().max()) > 1e-3
+
+    prompt = "data.max_prompt_tokens=8"
+    assert not refusals(saved, prompt, "rollout.max_response_tokens=16")
+    (error,) = refusals(saved, prompt, "rollout.max_response_tokens=17")
+    assert "8 + 17 = 25" in error and "<= 24" in error and "index_topk" in error
+
+    servers = ("rollout.engine=server", "rollout.server.urls=[http://localhost:8000]")
+    assert any("indexer of sparse attention" in error for error in refusals(saved, *servers))
+
+
 MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}
 """Keys that a model type does not have in transformers: no layer of it is dense."""
 
@@ -169,18 +234,3 @@ def test_the_page_of_models_lists_the_table() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("# Models\n")[2]
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
     assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
-    refused = re.findall(r"^\* \*\*([^*]+)\*\*: (.*(?:\n  .*)*)", section, re.MULTILINE)
-    # The page marks versions and modules as code, which an error does not.
-    assert {name: " ".join(words.replace("`", "").split()) for name, words in refused} == {
-        family.title: f"{family.missing}." for family in REFUSED
-    }
-
-
-@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
-def test_a_family_that_cannot_train_is_refused_with_what_is_missing(family, workspace: Path) -> None:
-    save_model("qwen2", workspace / "other")
-    config = json.loads((workspace / "other/config.json").read_text())
-    config |= {"architectures": [family.architecture], "model_type": family.model_type}
-    (workspace / "other/config.json").write_text(json.dumps(config))
-    (error,) = refusals(workspace / "other")
-    assert f"{family.title} cannot be trained" in error and family.missing in error

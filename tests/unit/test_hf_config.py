@@ -15,7 +15,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles, shard_files
 from megatron_rl.hf.weights import check_tensors
-from megatron_rl.megatron.model_spec import model_spec, pretrained, rotation
+from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotation
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
@@ -32,9 +32,10 @@ def spec(family, sizes=None, overrides=None, **changes):
 def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
     save_model(family, tmp_path)
     files = CheckpointFiles(tmp_path)
-    expected = pretrained(config_of(family)).tensor_shapes()
-    assert files.names() == set(expected)
-    assert files.shapes() == expected
+    described = pretrained(config_of(family))
+    trained = {name: shape for name, shape in files.shapes().items() if not described.is_copied(name)}
+    assert trained == described.tensor_shapes()
+    assert files.names() == set(files.shapes())
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe"])
@@ -43,6 +44,28 @@ def test_rotary_frequencies_are_those_of_transformers(family):
     frequencies, magnitude = rotation(model.config)
     assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
     assert magnitude == model.model.rotary_emb.attention_scaling
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_layers_with_a_window_have_rotary_angles_and_a_factor_of_their_own(published, tmp_path):
+    """OLMo 3 is published with the keys of transformers 4: YaRN is that of full attention alone."""
+    model = make_model("olmo3")
+    config = model.config
+    if published:
+        values = config.to_dict()
+        parameters = values.pop("rope_parameters")["full_attention"]
+        values["rope_theta"] = parameters.pop("rope_theta")
+        (tmp_path / "config.json").write_text(json.dumps({**values, "rope_scaling": parameters}))
+        config = read_hf_config(tmp_path)
+
+    rotary = model.model.rotary_emb
+    frequencies, magnitude = rotation(config)
+    assert torch.equal(
+        frequencies, torch.cat((rotary.sliding_attention_inv_freq, rotary.full_attention_inv_freq))
+    )
+    built = model_spec(config, ParallelLayout((0,)), torch.float32)
+    assert magnitude == rotary.full_attention_attention_scaling > 1
+    assert built.local_rotary_factor == rotary.sliding_attention_attention_scaling == 1
 
 
 def test_vocabulary_is_padded_to_equal_parts():

@@ -51,7 +51,7 @@ def test_logits_equal_those_of_transformers(family, tmp_path):
     torch.testing.assert_close(logits(model, rows)[:, :131], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe", "mixtral", "gpt-oss"])
 def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     save_model(family, tmp_path / "first")
     model = build(make_model(family).config)

@@ -45,6 +45,7 @@ def test_wrong_arguments_exit_with_2(command: list[str], message: str) -> None:
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_setup_compares_the_driver_before_it_downloads(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

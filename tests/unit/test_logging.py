@@ -7,11 +7,14 @@ import io
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -21,10 +24,12 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
-from megatron_rl.trainer.job import Job
-from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to
+from megatron_rl.trainer.job import Job, report_failure
+from megatron_rl.trainer.logging import WIDTH, MetricsLog, Progress, clock, output_to
+from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.sample_log import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
+from tests.conftest import run_forked
 
 
 @pytest.fixture
@@ -62,6 +67,54 @@ def test_a_line_per_step_in_file_console_and_tensorboard(folder: RunFolder) -> N
     lines = text.splitlines()
     assert len(lines) == 4 and lines[3].startswith("train  3/10  reward 3.000") and "eta 0:0" in lines[3]
     assert scalars(folder, "reward/mean") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+STEP = {
+    "reward/mean": 0.51234, "response/length": 1365.4, "policy/entropy": 0.3123, "kl/ref": 0.00123,
+    "policy/clip_fraction": 0.012, "policy/grad_norm": 0.81, "mismatch/abs_diff": 0.03, "reward/invalid": 0.0,
+    "throughput/tokens_per_second": 123456.0, "time/step": 561.21, "time/generate": 136.4, "time/reward": 0.1,
+    "time/score": 88.4, "time/learn": 334.2, "time/evaluate": 700.0,
+}  # fmt: skip
+"""Metrics of a step of a 70B model."""
+
+
+def test_the_line_of_a_step_has_at_most_100_columns(folder: RunFolder) -> None:
+    console = io.StringIO()
+    with MetricsLog(folder, 1000, console=console) as log:
+        log.write(998, STEP)
+        log.write(999, {**STEP, "reward/invalid": 0.125, "time/step": 12345.6, "kl/ref": -0.1})
+        log.write(1000, {**STEP, "eval/held_out/accuracy": 0.5, "eval/a_long_name_of_a_set/accuracy": 0.25})
+    lines = console.getvalue().splitlines()
+    assert max(map(len, lines)) <= WIDTH and len(lines) == 4
+    head = "train  998/1000  reward 0.512  length 1365  kl 0.0012"
+    assert lines[0].startswith(head) and "561 s  (generate 136, learn 334)  eta 0:0" in lines[0]
+    assert "invalid" not in lines[0] and "invalid 0.125  12346 s" in lines[1]
+    # Results of evaluation sets are never left out.
+    results = " ".join(lines[2:])
+    assert "eval/held_out/accuracy 0.500" in results and "a_long_name_of_a_set/accuracy 0.250" in results
+    assert lines[3].startswith("    eval/")
+
+
+def test_the_line_of_a_step_names_a_health_rule_that_fires(folder: RunFolder) -> None:
+    with MetricsLog(folder, 1000, console=io.StringIO()) as log:
+        assert "unhealthy" not in log.line(998, {**STEP, "health/kl": 0.0})
+        line = log.line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
+        assert "unhealthy entropy  561 s" in line
+        # Names of a user's own rules may be long, and the line has its width.
+        firing = {f"health/{'own_rule' * 12}": 1.0, "health/kl": 1.0, "health/entropy": 1.0}
+        line = log.line(998, {**STEP, "reward/invalid": 0.125, **firing})
+        assert len(line) <= WIDTH and " and 2 more  561 s" in line and "reward 0.512" in line
+
+
+def test_the_parts_of_a_phase_are_named() -> None:
+    console = io.StringIO()
+    with Progress("build", console=console) as progress:
+        progress.begin("engine")
+    assert console.getvalue().splitlines() == ["build …", "build: engine …", "build: done after 0:00"]
+    silent = io.StringIO()
+    with Progress("build", enabled=False, console=silent) as progress:
+        progress.begin("engine")
+    assert not silent.getvalue()
 
 
 def test_resuming_cuts_later_lines_so_that_steps_appear_once(folder: RunFolder) -> None:
@@ -242,23 +295,15 @@ def test_clock() -> None:
     assert [clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
-LEAVES_A_RUN = """
-import shutil, sys
-from types import SimpleNamespace
-from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.trainer.job import report_failure
-from megatron_rl.trainer.loop import Phases
-
-folder = RunFolder(sys.argv[1]).create()
-with report_failure(SimpleNamespace(run_dir=sys.argv[1]), Phases()):
-    shutil.rmtree(folder.rollouts)
-    (folder.rollouts / "step_3.parquet").write_text("samples")
-"""
-
-
 def test_a_run_folder_that_is_removed_in_mid_run_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LEAVES_A_RUN, str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    def leave_a_run() -> None:
+        folder = RunFolder(tmp_path / "run").create()
+        config: Any = SimpleNamespace(run_dir=str(tmp_path / "run"))
+        with report_failure(config, Phases()):
+            shutil.rmtree(folder.rollouts)
+            (folder.rollouts / "step_3.parquet").write_text("samples")
+
+    ended = run_forked(leave_a_run)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "the run folder was removed, or moved, while the run wrote to it" in ended.stderr
     assert f"no directory {tmp_path / 'run/rollouts'}" in ended.stderr

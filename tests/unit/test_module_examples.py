@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import sampling_profiles
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # tests/unit/test_algorithms_examples.py runs those of the algorithms, with tensors of its own.
@@ -19,7 +21,9 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_of_a_module_hold(module: str) -> None:
+def test_the_examples_of_a_module_hold(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An example registers a profile, which all configurations loaded later in this process would have.
+    monkeypatch.setattr(sampling_profiles, "_registered", {})
     results = doctest.testmod(import_module(module))
     assert results.attempted
     assert not results.failed

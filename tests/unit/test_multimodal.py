@@ -22,7 +22,7 @@ from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.shapes.multimodal import is_carried
 from megatron_rl.shapes.pretrained import describe, read_pretrained
 from megatron_rl.shapes.published import shape_of
-from tests.hf_models import MULTIMODAL, save_multimodal
+from tests.hf_models import MULTIMODAL, save_multimodal, transpose_experts
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -156,6 +156,27 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
     assert out.keys() == tensors.keys() and all(torch.equal(out[key], tensors[key]) for key in out)
 
 
+def test_transposed_experts_are_read_as_those_that_are_not(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE is published with the first, and saved by transformers with the second."""
+    for folder in ("published", "saved"):
+        save_multimodal("qwen3-vl-moe", tmp_path / folder)
+    transpose_experts(tmp_path / "saved/model.safetensors")
+    published, saved = (CheckpointFiles(tmp_path / folder) for folder in ("published", "saved"))
+    assert published.names() == saved.names()
+    for key, shape in published.shapes().items():
+        assert saved.shape(key) == shape
+        start = [min(3, size - 1) for size in shape]
+        size = [size - begin for size, begin in zip(shape, start, strict=True)]
+        assert torch.equal(published.read(key, start, size), saved.read(key, start, size)), key
+
+    # The export is as the published one, which vLLM reads too.
+    model = build(read_hf_config(tmp_path / "saved"))
+    load_weights(model, tmp_path / "saved")
+    export(model, tmp_path / "out", tmp_path / "saved", piece_bytes=5_000)
+    out, expected = (stored_tensors(tmp_path / folder) for folder in ("out", "published"))
+    assert out.keys() == expected.keys() and all(torch.equal(out[key], expected[key]) for key in out)
+
+
 def test_published_configurations_have_their_sizes() -> None:
     gemma = describe(GEMMA_4B)
     assert gemma.is_multimodal and gemma.shape.tied and gemma.config["eos_token_id"] == [1, 106]
@@ -210,9 +231,9 @@ def test_a_multimodal_model_of_an_unknown_kind_is_refused(workspace: Path) -> No
     save_multimodal("qwen3-vl", workspace / "saved")
     file = workspace / "saved/config.json"
     config = json.loads(file.read_text()) | {
-        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
-        "model_type": "qwen3_vl_moe",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
     }
     file.write_text(json.dumps(config))
     (error,) = refusals(workspace / "saved")
-    assert "Qwen3VLMoeForConditionalGeneration is not supported" in error
+    assert "LlavaForConditionalGeneration is not supported" in error

@@ -53,6 +53,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engines", "workers", "late"), [(1, 0, False), (2, 1, False), (1, 1, True)])
 def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers, late):
     (tmp_path / "server.py").write_text(PROCESSES)
@@ -73,6 +74,7 @@ def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, wor
     assert not left
 
 
+@pytest.mark.slow
 def test_a_process_that_is_no_engine_stays(tmp_path):
     (tmp_path / "rank.py").write_text(
         "import threading\nfrom megatron_rl.rollout.engines.vllm.orphans import end_with_server\n"

@@ -137,6 +137,7 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
         multi_latent_attention=False,
         window_size=None if window is None else (window, 0),
         window_attn_skip_freq=None,
+        softmax_type="vanilla",
     )
     one = SimpleNamespace(size=lambda: 1)
     alone = SimpleNamespace(tp=one, cp=one)

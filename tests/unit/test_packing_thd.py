@@ -229,7 +229,7 @@ def test_context_parallelism_of_whole_rows_is_refused():
     layer.core_attention = DocumentedAttention()
     chunk: Any = torch.nn.Sequential(layer)
     groups: Any = SimpleNamespace(layout=ParallelLayout((0, 1), context=2))
-    with pytest.raises(UserError, match="whole rows") as refused:
+    with pytest.raises(UserError, match="complete rows") as refused:
         ParallelModel([chunk], [chunk], groups, cast(Any, None), True)
     assert "DocumentedAttention" in str(refused.value)
 
@@ -262,8 +262,8 @@ def test_attention_without_a_fused_kernel_is_told_once_and_why(monkeypatch):
         told += [str(warning.message) for warning in caught]
         chosen |= {"use_fused_attention": True, "use_unfused_attention": False}
         vars(choice).pop("get_attention_backend", None)  # as in a version that has it elsewhere
-    assert "says of the others: Disabling FusedAttention: too wide. Fix" in told[0]
-    assert "not to be learned (AttributeError" in told[1]
+    assert "reasons against fused kernels: Disabling FusedAttention: too wide. Fix" in told[0]
+    assert "unavailable (AttributeError" in told[1]
     assert len(told) == 2
     log = logging.getLogger("DotProductAttention")
     assert (settings._log_level, log.handlers, log.propagate) == (logging.WARNING, [], True)

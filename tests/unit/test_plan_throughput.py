@@ -26,6 +26,16 @@ PUBLISHED = {
     "Llama-3.1-405B-Instruct": 405_853_388_800,
     "DeepSeek-V3": 671_026_419_200,
 }
+# Billions of parameters, and of those that a token passes without the embedding, as the models' reports and
+# cards round them: gpt-oss arXiv 2508.10925, Kimi-K2 arXiv 2507.20534, others in their names.
+ROUNDED = {
+    "Qwen3.5-27B": (27, 27),
+    "Qwen3.5-35B-A3B": (35, 3),
+    "gpt-oss-120b": (116.83, 5.13),
+    "Kimi-K2-Instruct": (1040, 32),
+    "GLM-4.7": (355, 32),
+    "MiniMax-M2": (230, 10),
+}
 
 
 @pytest.fixture
@@ -56,19 +66,30 @@ def test_shipped_shape_has_the_published_total(name: str) -> None:
     assert shape.active_parameters == load_shape(str(path)).active_parameters
 
 
+@pytest.mark.parametrize("name", sorted(ROUNDED))
+def test_shipped_shape_has_the_size_that_its_authors_state(name: str) -> None:
+    model = read_trainable(ROOT / "configs/models" / name / "config.json", [])
+    assert model is not None
+    total, active = ROUNDED[name]
+    shape = model.shape
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.02)
+    assert (shape.active_parameters - shape.vocab * shape.hidden) / 1e9 == pytest.approx(active, rel=0.06)
+
+
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("path", BENCH, ids=lambda path: path.stem)
 def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     assert command(["check", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["valid"] and report["model"]["parameters"] in PUBLISHED.values()
+    shipped = [load_shape(str(ROOT / "configs/models" / name)) for name in (*PUBLISHED, *ROUNDED)]
+    assert report["valid"] and report["model"]["parameters"] in [shape.parameters for shape in shipped]
     assert not [warning for warning in report["warnings"] if "more memory" in warning["message"]]
 
 
 def test_every_size_is_simulated(throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.json"
-    assert len(BENCH) == 7
+    assert len(BENCH) == 13
     assert run(throughput, monkeypatch, *map(str, BENCH), "--simulate", "--json", str(out)) == 0
     shown = capsys.readouterr().out
     records = json.loads(out.read_text())

@@ -13,7 +13,15 @@ from megatron_rl.planning.predict.generate import (
     replica_seconds,
 )
 from megatron_rl.planning.predict.learn import TrainChoice, fullest_training
-from megatron_rl.planning.predict.placement import ROLES, SPLITS, Problem, compositions, search
+from megatron_rl.planning.predict.placement import (
+    ROLES,
+    SIMPLER,
+    SPLITS,
+    Problem,
+    compositions,
+    search,
+    search_simple,
+)
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
@@ -114,6 +122,38 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
         for group in plan.groups:
             for entry in group.plans.values():
                 assert entry.choice.layout.size == group.gpus
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(("model", "gpus"), [("qwen2.5-7b", 8), ("qwen2.5-7b", 16), ("qwen3-32b", 32)])
+def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algorithm: str) -> None:
+    searched = replace(problem(model, gpus, algorithm=algorithm), shared_stage_split=True)
+    fastest = {plan.name: plan for plan in search(searched).plans}
+    simple = search_simple(searched).plans
+    assert {plan.name for plan in simple} == set(fastest)
+    assert [plan.step.total for plan in simple] == sorted(plan.step.total for plan in simple)
+
+    for plan in simple:
+        assert plan.step.total <= (1.0 + SIMPLER) * fastest[plan.name].step.total
+        assert plan.stages <= fastest[plan.name].stages or plan.reasons
+        # Deep pipelines and groups that share nodes give their reasons, and nothing else does.
+        reasons = " ".join(plan.reasons)
+        assert (f"{plan.stages} pipeline stages: " in reasons) == (plan.stages > 1)
+        sizes = [*plan.gpus_per_group, *([plan.rollout_gpus] if plan.rollout_gpus else [])]
+        shares_nodes = gpus > 8 and any(size % 8 and 8 % size for size in sizes)
+        assert not shares_nodes or "share nodes" in reasons
+
+
+def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_node() -> None:
+    batch = StepBatch(256, 8, 1, 1024.0, response_lengths(2731.0, 8192.0, "variable"), 9216.0)
+    for algorithm in ROLES:
+        asked = replace(problem("qwen2.5-7b", 16, algorithm=algorithm), batch=batch, shared_stage_split=True)
+        first, *_ = search_simple(asked).plans
+        assert first.stages <= 2 and not any(size % 8 for size in first.gpus_per_group)
+        split = next(plan for plan in search_simple(asked).plans if plan.rollout_gpus)
+        is_aligned = (split.gpus_per_group, split.rollout_gpus) == ([8], 8)
+        assert is_aligned or any("whole nodes" in reason for reason in split.reasons)
+        assert is_aligned or algorithm == "ppo", "training four models needs more than a node"
 
 
 def test_every_placement_is_searched() -> None:

@@ -75,7 +75,7 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
     proof._write_material(tmp_path, world, on_host=True)
     for task in proof.list_tasks(tmp_path, world)[:-1]:
-        words = ["--world-size", str(world), "--for", task.command, f"run_dir={tmp_path / task.name}"]
+        words = ["-v", "--world-size", str(world), "--for", task.command, f"run_dir={tmp_path / task.name}"]
         assert main(["check", str(tmp_path / "proof.yaml"), *words, *task.changes]) == 0, (
             capsys.readouterr().out
         )

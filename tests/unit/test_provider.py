@@ -108,7 +108,7 @@ def test_parameters_that_are_called_otherwise_are_named_by_the_user(tmp_path: Pa
     assert "mlp.linear_fc2.weight" in str(caught.value) and "model.weights=" in str(caught.value)
     with pytest.raises(UserError, match=r"are called decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
         build(tmp_path, "renamed", PLACE + "TWICE")
-    with pytest.raises(UserError, match="no mapping"):
+    with pytest.raises(UserError, match="not a mapping"):
         build(tmp_path, "renamed", PLACE + "renamed")
     model = build(tmp_path, "renamed", PLACE + "NAMES")
     trained = dict(model.chunks[0].named_parameters())["decoder.layers.3.mlp.down.weight"]
@@ -120,8 +120,8 @@ def test_parameters_that_are_called_otherwise_are_named_by_the_user(tmp_path: Pa
     ("name", "words"),
     [
         ("raising", ["raised an error", "KeyError: 'seq_length'", "pre_process, post_process"]),
-        ("elsewhere", ["something else than a bare GPTModel", "list"]),
-        ("shallower", ["another than config.json", "num_layers: 4", "num_layers: 2"]),
+        ("elsewhere", ["did not return a bare GPTModel", "list"]),
+        ("shallower", ["differs from the one that config.json", "num_layers: 4", "num_layers: 2"]),
         ("nowhere", ["has no 'nowhere'", "model.provider"]),
     ],
 )

@@ -257,7 +257,7 @@ def test_check_reads_the_headers_of_quantised_weights(
         return
     assert not report.errors, report.errors
     line = "quantised: fp8 weights of 8 bits with a scale per 128 x 128 entries, read as bfloat16"
-    assert line in report_text(report, "config.yaml")
+    assert f"{line}; exports are bfloat16 too" in report_text(report, "config.yaml", verbose=True)
 
 
 def test_weights_of_eight_bits_need_a_quantization_config(

@@ -69,6 +69,24 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
         assert picture.width > 1200 and len(picture.convert("RGB").getcolors(1 << 24) or []) > 20
 
 
+def test_the_report_names_the_pieces_of_the_algorithm(tmp_path: Path) -> None:
+    folder = run(tmp_path / "addition", steps=3)
+    folder.write_config(
+        "algorithm:\n  name: grpo\n  policy_loss: {name: ppo_clip, clip_low: 0.2, dual_clip: null}\n"
+        "  kl: none\n  value_loss: null\n"
+    )
+    console = io.StringIO()
+    page = Page(report.write(folder.path, console).read_text())
+    assert "algorithm: grpo, policy_loss ppo_clip, kl none\n" in console.getvalue()
+    assert ["policy_loss", "ppo_clip: clip_low 0.2, dual_clip null"] in page.rows and [
+        "kl",
+        "none",
+    ] in page.rows
+    # A job of one stage has no algorithm.
+    folder.write_config("job: sft\nalgorithm: {name: grpo}\n")
+    assert report.algorithm_rows(folder) == []
+
+
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Return a run with samples of three steps and of an evaluation set, reported."""
@@ -83,6 +101,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
+@pytest.mark.slow
 def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> None:
     page = Page(sampled.report.read_text())
     assert len(page.scripts) == 2 and page.tags.count("script") == 2, "no text ends a script or begins one"
@@ -115,6 +134,7 @@ def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> N
     assert told["again"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
     sampled: RunFolder, tmp_path: Path
@@ -246,6 +266,7 @@ def test_times_by_phase(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_numbers_beyond_all_measure_have_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("reward/mean", "kl/ref", "mismatch/abs_diff", "time/step", "time/learn", "eval/a/accuracy")
     for run_name, values in (("a", (1e30, -1e30, 1e31, 5e-324)), ("b", (1e30, 1e30, 0.5, 1e308))):
@@ -285,6 +306,7 @@ def test_a_run_that_cannot_be_written_to_has_its_table(tmp_path: Path) -> None:
     assert "mean reward" in console.getvalue()
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_in_the_table(tmp_path: Path) -> None:
     folder = run(tmp_path, steps=2)
     with MetricsLog(folder, 2, phase="sft", console=io.StringIO()) as log:
@@ -417,3 +439,29 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
         refusals.append(capsys.readouterr().err)
     assert "has no metrics" in refusals[0] and refusals[0] == refusals[1]
     assert command(["compare", str(tmp_path / "gone")]) == 2
+
+
+def test_rules_that_fired_are_shown_with_causes_and_the_samples_that_show_them(tmp_path: Path) -> None:
+    folder = run(tmp_path / "healthy", steps=4)
+    assert "<h2>Health</h2>" not in report.write(folder.path, io.StringIO()).read_text()
+
+    folder = RunFolder(tmp_path / "run").create()
+    with MetricsLog(folder, 9, console=io.StringIO()) as log:
+        for step in range(1, 10):
+            fires = {
+                "health/kl": 0.0,
+                "health/truncation": float(step in (4, 5, 8)),
+                "health/mine": float(step == 9),
+            }
+            log.write(step, {"reward/mean": 1.0} | fires)
+    columns = {"prompt": ["1+1=", "2+2=", HOSTILE], "response": ["2", "no end" * 400, "y"]}
+    write_rollouts(folder, 4, columns | {"reward": [1.0, 0.0, math.nan], "finish_reason": [0, 1, 0]})
+    console = io.StringIO()
+    page = Page(report.write(folder.path, console).read_text())
+    assert "health: truncation" in console.getvalue() and "4-5, 8; see docs/health.md" in console.getvalue()
+    assert "health: kl" not in console.getvalue()
+    (row,) = [row for row in page.rows if row and row[0] == "truncation"]
+    assert row[1:3] == ["4-5, 8", "many responses are cut off"] and "rollout.max_response_tokens" in row[4]
+    assert [row[:3] for row in page.rows if row and row[0] == "mine"] == [["mine", "9", "a rule of your own"]]
+    (sample,) = [row for row in page.rows if row and row[0] == "2+2="]
+    assert sample[2] == "0.000" and sample[4] == "length"

@@ -65,6 +65,8 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
     model = pretrained(config)
     if not model.shape.experts:
         sizes |= {"expert": 1, "expert_tensor": 1}
+    if model.shape.expert_bias:
+        sizes |= {"expert_tensor": 1}
     if sizes["pipeline"] == 1:
         sizes |= {"virtual_pipeline": 1}
     if model.shape.output_gate:

@@ -150,6 +150,7 @@ def test_format_reward() -> None:
     assert result["reward"] == 0.1 and result["correct"] == 0.0
 
 
+@pytest.mark.slow
 def test_problems_of_reasoning_gym_are_made_and_judged(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         reasoning_gym.make(tmp_path / folder, ["leg_counting", "basic_arithmetic"], 6, 4, seed=3)

@@ -271,6 +271,7 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
         assert score(reward, ["x"]).rewards.tolist() == [3.0]
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -> None:
     program = tmp_path / "trainer.py"
     program.write_text(
@@ -347,6 +348,7 @@ def test_a_group_is_judged_in_one_call_and_each_response_gets_its_reward_or_reas
     assert result.rewards[result.valid].tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_coroutines_run_together_and_fail_alone(file: str) -> None:
     with make(file, "waits", timeout=1.0, concurrency=8) as reward:
         assert score(reward, ["4"] * 32).valid.all()
@@ -366,6 +368,7 @@ def test_coroutines_run_together_and_fail_alone(file: str) -> None:
     assert result.rewards[result.valid].tolist() == [1.0] * len(ways)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_read_does_not_hold_up_the_trainer(file: str) -> None:
     large = {"metadata": {"text": "x" * 2**20}}
     with make(file, "waits", timeout=1.0, concurrency=2) as reward:

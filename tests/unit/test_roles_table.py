@@ -148,7 +148,7 @@ def run(root: Path, *command: str | Path) -> str:
 def test_check_shows_a_role_that_only_the_table_and_the_schema_name(extended, configuration):
     picture = extended / "picture.svg"
     command = ("-m", "megatron_rl", "check", configuration, "--world-size", "4", "placement=split")
-    text = run(extended, *command, "--picture", picture)
+    text = run(extended, *command, "--verbose", "--picture", picture)
     assert re.search(r"^ *tutor .*= 2 ranks", text, re.MULTILINE), "its layout and ranks"
     assert "tutor" in picture.read_text()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,12 @@ from megatron_rl.errors import UserError
 from megatron_rl.trainer import job as job_module
 from megatron_rl.trainer.job import only_job_in
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from megatron_rl.trainer.job import only_job_in
-with only_job_in(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+
+def hold(folder: Path, says: Connection) -> None:
+    """Be a job that holds the lock until it is killed."""
+    with only_job_in(folder):
+        says.send("held")
+        time.sleep(600)
 
 
 def holder(folder: Path, host: str, age: float) -> Path:
@@ -36,13 +34,17 @@ def holder(folder: Path, host: str, age: float) -> Path:
 
 
 def test_a_living_job_keeps_its_folder_and_a_killed_one_does_not(tmp_path):
-    job = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert job.stdout is not None and job.stdout.readline() == "held\n"
+    # A forked process has imported Megatron-Core already.
+    fork = multiprocessing.get_context("fork")
+    said, says = fork.Pipe(duplex=False)
+    job = fork.Process(target=hold, args=(tmp_path, says))
+    job.start()
+    assert said.poll(60) and said.recv() == "held"
     with pytest.raises(UserError) as refused, only_job_in(tmp_path):
         pass
     assert f"process {job.pid} on {socket.gethostname()}" in str(refused.value)
     job.kill()
-    job.wait()
+    job.join()
     with only_job_in(tmp_path):
         pass
     assert (tmp_path / "run.lock").read_text() == "", "a lock that was given back names nobody"

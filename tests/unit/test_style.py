@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -24,24 +25,25 @@ IMPERATIVES = {
 LONGEST_SUBJECT = 72
 
 
-def modules() -> list[Path]:
+def modules() -> tuple[Path, ...]:
     """Return the modules of the package."""
-    return sorted((ROOT / "megatron_rl").rglob("*.py"))
+    return tuple(sorted((ROOT / "megatron_rl").rglob("*.py")))
 
 
-def outside() -> list[Path]:
+def outside() -> tuple[Path, ...]:
     """Return the modules of tests' helpers, benchmarks and examples; tests themselves are not counted."""
     paths = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
     # benchmarks may have virtual environments in folders of its own.
     paths += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks/planner").glob("*.py")]
-    return sorted([*paths, *(ROOT / "launch/examples").rglob("*.py")])
+    return tuple(sorted([*paths, *(ROOT / "launch/examples").rglob("*.py")]))
 
 
 def first_word(node: ast.ClassDef | ast.FunctionDef) -> str:
     return (ast.get_docstring(node) or "").split(" ", 1)[0]
 
 
-def count_text(paths: list[Path]) -> Counter[str]:
+@cache
+def count_text(paths: tuple[Path, ...]) -> Counter[str]:
     """Count the constructs that make code dense to read."""
     counts: Counter[str] = Counter()
     for path in paths:

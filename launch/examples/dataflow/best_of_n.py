@@ -4,8 +4,7 @@ import sys
 
 import torch
 
-from megatron_rl import Run
-from megatron_rl.algorithms import sft_objective
+from megatron_rl import Run, sft_objective
 
 with Run("launch/examples/dataflow/run.yaml", ["run_dir=runs/examples/best_of_n", *sys.argv[1:]]) as run:
     for step in run.steps():

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithms.losses import PolicyLoss, TokenLoss, fields_of, log_ratio
-from megatron_rl.config.setting import setting
+from megatron_rl import PolicyLoss, TokenLoss, fields_of, log_ratio, setting
 
 
 @dataclass(frozen=True)

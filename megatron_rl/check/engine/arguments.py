@@ -107,7 +107,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors of ``rollout.vllm``: names and types are compared with the installed vLLM's."""
+    """Return the errors for ``rollout.vllm``: names and types are compared with the installed vLLM's."""
     installed = class_fields(ENGINE_ARGUMENTS) if values else None
 
     errors: list[UserError] = []
@@ -121,7 +121,7 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error of one engine argument, None for a valid one."""
+    """Return the error for one engine argument, None for a valid one."""
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
@@ -148,7 +148,7 @@ def _is_default(value: Any) -> bool:
 
 
 def check_tool_parser(name: str | None) -> list[UserError]:
-    """Return the error of a parser of tool calls that the installed vLLM does not have."""
+    """Return the error for a parser of tool calls that the installed vLLM does not have."""
     # Without an installed vLLM there is no table to compare with.
     available = table_names(*TOOL_PARSERS) if name is not None else None
     if name is None or not available or name in available:
@@ -159,7 +159,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
 
 def check_user_engine(spec: str) -> list[UserError]:
-    """Return the errors of an engine that the user names by path; its module is imported."""
+    """Return the errors for an engine that the user names by path; its module is imported."""
     if ":" not in spec:
         return []
     try:
@@ -218,7 +218,7 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
 
 
 def host_errors(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the error of chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
+    """Return the error for chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
     path = "rollout.vllm.enable_chunked_prefill"
     value = values.get("enable_chunked_prefill")
     if not value:
@@ -254,7 +254,7 @@ def has_host_build() -> bool:
 def host_engine_errors(
     config: RunConfig, shape: ModelShape | None, *, for_this_machine: bool
 ) -> Iterator[UserError]:
-    """Yield the errors of a rollout by vLLM's CPU build: chunked prefill, and models without a kernel.
+    """Yield the errors for a rollout by vLLM's CPU build: chunked prefill, and models without a kernel.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
@@ -275,6 +275,17 @@ def host_engine_errors(
             expected="rollout.engine=torch, for this model on such a machine",
             got=config.rollout.engine,
             fix="set rollout.engine=torch and rollout.tensor=1; where the run will have GPUs, set gpu",
+        )
+
+    rows = capabilities.host_expert_rows
+    widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
+    if shape.expert_bias and rows and any(width % rows for width in widths):
+        yield UserError(
+            "vLLM has no kernel for these experts on a machine without an accelerator",
+            where="rollout.tensor",
+            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {rows}",
+            got=f"{widths[0]} and {widths[1]}",
+            fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
     # The attention kernels of vLLM's CPU build have fixed sizes.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
-from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
+from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -19,11 +19,12 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors of servers, and of the order in which a run samples and trains."""
+    """Return the errors for servers, and for the order in which a run samples and trains."""
     return [
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
         *_kept_cache_errors(config),
+        *_prompt_errors(config),
         *_rank_errors(config, layouts),
         *_staleness_errors(config),
         *_partial_errors(config),
@@ -32,7 +33,7 @@ def check_asynchrony(
 
 
 def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of the open order without the settings that it requires."""
+    """Yield the error for the open order without the settings that it requires."""
     if config.rollout.order == CLOSED:
         return
 
@@ -56,7 +57,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of ``on_update: keep`` where no request stays in the engine during a weight sync."""
+    """Yield the error for ``on_update: keep`` if no request stays in the engine during a weight sync."""
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
@@ -65,6 +66,8 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
+        # An evaluation between two syncs gives the engine newer weights, and then the older ones again.
+        "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }
@@ -93,8 +96,21 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
         yield replace(error, got=got, fix=fix)
 
 
+def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error for prompts that are drawn by their rewards, on ranks that have none."""
+    steps_ahead = config.asynchrony.steps_ahead
+    if config.data.uniform_share < 1 and steps_ahead > 0:
+        yield UserError(
+            "ranks that sample ahead have no rewards to draw prompts by",
+            where="data.uniform_share",
+            expected="1, or asynchrony.steps_ahead=0",
+            got=f"{config.data.uniform_share:g}, and asynchrony.steps_ahead={steps_ahead}",
+            fix="remove data.uniform_share, or set asynchrony.steps_ahead=0",
+        )
+
+
 def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
-    """Yield the errors of a rollout that samples ahead on the ranks of other roles, or on rank 0."""
+    """Yield the errors for a rollout that samples ahead on the ranks of other roles, or on rank 0."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:
         return
@@ -125,17 +141,19 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a ``max_staleness`` (policy versions) that every response would exceed."""
+    """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
     # A response is as many policy versions old as the steps that it was sampled ahead.
     bound = config.asynchrony.max_staleness
     minimum = config.asynchrony.steps_ahead
-    expected = f"at least {minimum}: asynchrony.steps_ahead"
+    reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
         minimum += 1
-        expected = (
-            f"at least {minimum}: asynchrony.steps_ahead, and one more for rollout.partial to carry any"
-        )
+        reasons.append("one more for rollout.partial to carry any")
+    if config.hybrid_engine.every != 1:
+        minimum += versions_between(config)
+        reasons.append("the versions between two syncs (hybrid_engine.every)")
+    expected = f"at least {minimum}: {', and '.join(reasons)}"
 
     if bound is not None and bound < minimum:
         yield UserError(
@@ -148,7 +166,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of partial responses in the closed order where no response remains unfinished."""
+    """Yield the error for partial responses in the closed order if every response is finished in its step."""
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         yield UserError(
@@ -161,13 +179,13 @@ def _partial_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield the errors of settings that over-sampling excludes."""
+    """Yield the errors for settings that over-sampling excludes."""
     rollout = config.rollout
     if rollout.oversample == 0:
         return
 
     # Over-sampling only helps if a round can leave responses unfinished.
-    max_tokens = rollout.max_response_tokens
+    max_tokens = rollout.response_limit
     round_tokens = rollout.round_tokens
 
     if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.check.engine.arguments import host_arguments, sampling_arguments
+from megatron_rl.check.model.tokenizer import has_stop_texts
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
@@ -83,6 +84,9 @@ def server_commands(config: RunConfig) -> list[str]:
             max_model_len=max_model_len,
         ),
     }
+    if has_stop_texts(Path(config.model.path), rollout):
+        # The server ends responses at texts of several tokens.
+        arguments["skip_tokenizer_init"] = False
     if model.shape.experts:
         # Other kernels for experts store weights in an order that a weight sync does not write.
         arguments["moe_backend"] = "triton"
@@ -131,7 +135,7 @@ class _CapabilityRule(NamedTuple):
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of server URLs, and of settings that the rollout engine has no capability for.
+    """Yield errors for server URLs, and for settings that need a capability the rollout engine lacks.
 
     No request is sent.
     """
@@ -175,10 +179,20 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the error of servers for the language model of a multimodal checkpoint, at ``path``.
+    """Yield the errors of servers that would build another model than the run for the checkpoint at ``path``.
 
-    A server would have the whole model, whose tensors have other names.
+    A server loads the complete model of a multimodal checkpoint, with other tensor names; the run trains its
+    language model only. And the trainer has no indexer for a model with sparse attention.
     """
+    if not rollout.capabilities.in_process and model.family.engine_family:
+        in_process = engines_with(in_process=True, tensor_parallel=True)
+        yield UserError(
+            f"rollout.engine={rollout.engine} has an indexer of sparse attention, which no weight sync sends",
+            where="rollout.engine",
+            expected=in_process,
+            got=f"{rollout.engine} with {model.family.architecture}",
+            fix=f"set {in_process}",
+        )
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
     architecture = model.family.architecture
@@ -193,7 +207,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of `rollout.server.urls`: a server engine needs them, and no other takes them."""
+    """Yield the errors for `rollout.server.urls`: a server engine needs them, and no other takes them."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:
@@ -232,7 +246,7 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def _is_server_url(url: str) -> bool:
-    """Return whether a URL is ``http://HOST:PORT`` alone."""
+    """Return whether a URL is of the form ``http://HOST:PORT``, without a path."""
     try:
         address = urllib.parse.urlsplit(url)
         has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)

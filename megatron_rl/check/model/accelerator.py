@@ -108,7 +108,7 @@ def accelerated_roles(
 
 
 def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) -> tuple[AppliedDefault, ...]:
-    """Return the defaults that `accelerated_roles` and their job get, without keys that the user has set."""
+    """Return the accelerator defaults of the roles and their job, without keys that the user has set."""
     if not roles:
         return ()
 
@@ -127,7 +127,7 @@ def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) ->
 
 
 def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Iterator[AcceleratorDefault]:
-    """Yield the defaults of one role that have an effect: no value of the user's, and a section of theirs."""
+    """Yield the defaults that take effect for one role: those that its user has not set to a value."""
     _, megatron_values = megatron_settings(config, role.layout)
     explicit: dict[str, Mapping[str, object]] = {MEGATRON: megatron_values}
     learner = learner_sections(config).get(section_of(name))
@@ -143,7 +143,7 @@ def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Itera
 
 
 def plain_experts(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
-    """Yield the error of a mixture of experts whose layers on an accelerator are not Transformer Engine's."""
+    """Yield the error for a mixture of experts without Transformer Engine's layers on an accelerator."""
     for role in roles.values():
         if role.shape.experts and not role.fused:
             # All roles have the same setting, model.attention: one error suffices.

@@ -59,7 +59,7 @@ CHECKPOINT_LAYERS = {
 
 
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
-    """Yield the errors of adapters that no model can have, or that the rollout engine cannot sync.
+    """Yield the errors for adapters that no model can have, or that the rollout engine cannot sync.
 
     ``key`` names their section; ``engine`` is that of the rollout, for the actor only.
     """
@@ -93,7 +93,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
 
 
 def idle_adapters(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of adapters of reward models that are not trained."""
+    """Yield the errors for adapters of reward models that are not trained."""
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
         if model.lora is not None and model.training is None:
@@ -112,7 +112,7 @@ def check_adapted_model(
     key: str = "actor.lora",
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[UserError]:
-    """Yield the errors of adapters on a model, and of the PEFT adapter that they start from.
+    """Yield the errors for adapters on a model, and for the PEFT adapter that they start from.
 
     ``key`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
     """
@@ -122,6 +122,16 @@ def check_adapted_model(
             where=key,
             expected="no adapters, or another model",
             got=f"{model.shape.name}, with {len(model.shape.linear_layers)} gated delta nets",
+            fix=f"remove {key}",
+        )
+        return
+
+    if model.shape.sinks:
+        yield UserError(
+            "models with attention sinks and biases of experts cannot have adapters",
+            where=key,
+            expected="no adapters, or another model",
+            got=model.shape.name,
             fix=f"remove {key}",
         )
         return
@@ -156,7 +166,7 @@ def check_adapted_model(
 
 
 def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
-    """Yield the error of an exported adapter whose files do not match their digests.
+    """Yield the error for an exported adapter whose files do not match their digests.
 
     Training compares them too, before its first step. An adapter is small enough to be read here.
     """
@@ -184,7 +194,7 @@ def _expert_errors(
     key: str,
     settings: Mapping[str, Any],
 ) -> Iterator[UserError]:
-    """Yield the errors of settings that are not supported with adapters on experts."""
+    """Yield the errors for settings that are not supported with adapters on experts."""
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
@@ -268,7 +278,7 @@ def _peft_tensor_errors(
     targets: tuple[str, ...],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the error of saved tensors that belong to no adapter of the model.
+    """Yield the error for saved tensors that belong to no adapter of the model.
 
     Adapters without a saved tensor are initialised.
     """

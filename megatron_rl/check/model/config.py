@@ -42,7 +42,7 @@ _LONGEST_VALUE = 200
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
-    """Return the model of a config.json, None where it cannot be trained; errors are added to ``files``."""
+    """Return the model of a config.json, None if it cannot be trained; errors are added to ``files``."""
     try:
         stored = read_json(file)
         family = family_of(stored, str(file))
@@ -73,7 +73,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
 
 
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors of values of another type than the field of transformers' configuration class."""
+    """Yield the errors for values of another type than the field of transformers' configuration class."""
     # The text model of a multi-modal family has a class with the suffix Text in the family's module.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
@@ -98,7 +98,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors of values that have the right type."""
+    """Yield the errors for values that have the right type."""
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -135,7 +135,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
 
 
 def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors of token ids outside the vocabulary."""
+    """Yield the errors for token ids outside the vocabulary."""
     vocabulary = config.get("vocab_size")
     if not isinstance(vocabulary, int):
         return
@@ -165,7 +165,7 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors of attention heads that do not divide, or whose size rotary angles cannot use."""
+    """Yield the errors for attention heads that do not divide, or whose size rotary angles cannot use."""
     heads = _size(config, "num_attention_heads")
     groups = _size(config, "num_key_value_heads")
     hidden_size = _size(config, "hidden_size")
@@ -191,7 +191,7 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors of ``layer_types``: one known type of attention for each layer."""
+    """Yield the errors for ``layer_types``: one known type of attention for each layer."""
     layer_types = config.get("layer_types")
     layers = config.get("num_hidden_layers")
     if not isinstance(layer_types, list):
@@ -206,12 +206,14 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
     allowed = _LAYER_TYPES
     if config.get("linear_num_value_heads"):
         allowed = (*_LAYER_TYPES, "linear_attention")
+    if config.get("index_topk"):
+        allowed = ("indexed_attention",)
     if any(layer_type not in allowed for layer_type in layer_types):
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 
 
 def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors of rotary positions, given for all layers or for each type of layer."""
+    """Yield the errors for rotary positions, given for all layers or for each type of layer."""
     # transformers 5 writes rope_parameters, 4 and before rope_scaling.
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:
@@ -237,7 +239,7 @@ def _rope_value_errors(
     file: Path,
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the errors of one set of rotary parameters: its type, and the numbers that the type needs."""
+    """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
     # transformers 4 and before called the type "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -270,7 +272,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
-    """Return the error of one key of a config.json."""
+    """Return the error for one key of a config.json."""
     if not isinstance(got, str):
         got = repr(got)
     return UserError(

@@ -110,7 +110,7 @@ def with_megatron_models(
 
 
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
-    """Yield the errors of ``model.provider`` and ``model.weights``, the user's own model code.
+    """Yield the errors for ``model.provider`` and ``model.weights``, the user's own model code.
 
     ``model`` is described by config.json; rules that need it are skipped for None.
     """
@@ -175,7 +175,7 @@ def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
 
 
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
-    """Return the error of ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
+    """Return the error for ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
     target = config.checkpoint.megatron
     if target is None:
         return None
@@ -301,7 +301,7 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
 
 
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
-    """Return the folder with the model's tokenizer; raises UserError where the actor has none.
+    """Return the folder with the model's tokenizer; raises UserError if the actor has none.
 
     It is ``model.hf_path`` if set. Otherwise it is the actor's folder for the other roles, which read the
     actor's tokens, and the tokenizer in the checkpoint's arguments for the actor.
@@ -343,7 +343,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
 
 
 def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
-    """Return the vocabulary size for a checkpoint whose arguments lack it, None where no file has it."""
+    """Return the vocabulary size for a checkpoint whose arguments lack it, None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
@@ -384,7 +384,7 @@ def _needs_checkpoint(key: str, value: str) -> UserError:
 
 
 def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors of settings with which the actor cannot resume the checkpoint's Adam moments."""
+    """Return the errors for settings with which the actor cannot resume the checkpoint's Adam moments."""
     key = "model.resume_optimizer"
     if config.model.megatron is None:
         return [_needs_checkpoint(key, "true")]

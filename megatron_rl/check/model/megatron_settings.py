@@ -343,7 +343,7 @@ def check_model_settings(
     *,
     elsewhere: bool = False,
 ) -> list[UserError]:
-    """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
+    """Return the errors for a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
 
     ``elsewhere`` if the run will be on other machines than this one.
     """
@@ -395,7 +395,7 @@ def check_model_settings(
 
 
 def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserError]:
-    """Yield the errors of the routers' own losses, in settings whose types are right."""
+    """Yield the errors for the routers' own losses, in settings whose types are right."""
     coefficients = {name: values[name] for name in ROUTER_LOSSES if not is_off(values.get(name))}
     for name, value in coefficients.items():
         if path != "actor.megatron":
@@ -442,7 +442,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
 def check_optimizer(
     optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any], *, elsewhere: bool = False
 ) -> Iterator[UserError]:
-    """Yield the errors of the optimizer at the key ``path``, and of its role's ``ddp``.
+    """Yield the errors for the optimizer at the key ``path``, and for its role's ``ddp``.
 
     ``elsewhere`` if the run will be on other machines than this one.
     """
@@ -487,7 +487,7 @@ def check_optimizer(
 
 
 def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
-    """Yield the errors of settings that an optimizer on the host (``offload``) excludes.
+    """Yield the errors for settings that an optimizer on the host (``offload``) excludes.
 
     `megatron_rl.megatron.optimizer` steps as AdamW with float32 states, for the distributed optimizer.
     """
@@ -511,7 +511,7 @@ def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[Us
 
 
 def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield the errors of settings of a mixture's routers: for a model without one, and of routing replay."""
+    """Yield errors for router settings of a model without experts, and for routing replay."""
     actor = config.actor
     key = "actor.routing_replay"
     replay = actor.routing_replay
@@ -567,7 +567,7 @@ def _pass_through_errors(
     keys: Mapping[str, str],
     reasons: Mapping[str, str],
 ) -> list[UserError]:
-    """Return the errors of the fields at the key ``path`` that the run sets, or that no class has.
+    """Return the errors for the fields at the key ``path`` that the run sets, or that no class has.
 
     ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
     that sets it, ``reasons`` a field to why the run sets it.
@@ -597,7 +597,7 @@ def _pass_through_errors(
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
-    """Return the error of a field that the run sets, from ``key`` if there is one."""
+    """Return the error for a field that the run sets, from ``key`` if there is one."""
     expected = "no value"
     fix = f"remove `{path}`"
     if key is not None:
@@ -659,7 +659,7 @@ class TrialRole:
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
+        """Yield the errors for this role's refused settings; ``refusals`` is the trial's answer."""
         # The trial answers for the model under the role's name, for its other parts under names after it.
         message = refusals.get(self.role)
         if message is not None:
@@ -676,7 +676,7 @@ class TrialRole:
             yield self._refusal("optimizer", message, path, self.optimizer.megatron)
 
     def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
-        """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
+        """Return the error for Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
         fields = [name for name in values if name in message or len(values) == 1]
         key = path
@@ -730,7 +730,7 @@ class Trial:
         dtype: str,
         training: bool,
     ) -> tuple[list[UserError], list[UserError]]:
-        """Return the errors of settings that Megatron refuses, and the warning of a trial without result.
+        """Return the errors for settings that Megatron refuses, and a warning if the trial has no result.
 
         At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
         """
@@ -770,7 +770,7 @@ class Trial:
             self._process.communicate()
 
     def _not_tried(self, reason: str) -> UserError:
-        """Return the warning of a trial without result."""
+        """Return the warning about a trial without result."""
         return UserError(
             f"the values of {', '.join(self._paths)} were not tried",
             where=self._paths[0],

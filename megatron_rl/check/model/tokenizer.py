@@ -9,10 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.check.files import Files
-from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
+from megatron_rl.config.sections.rollout import (
+    RolloutConfig,
+    explicit_token_id,
+    rule_id_error,
+    rule_texts,
+    rule_token_error,
+    stop_engine_error,
+    stop_strings,
+    stop_text_error,
+)
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 from megatron_rl.error_forms import unreadable_file
@@ -79,8 +88,33 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
-    # Without stop strings the tokenizer need not be loaded.
+    """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
+    for setting, text, encoded in _encoded_stops(path, rollout):
+        error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
+        if error is not None:
+            yield error
+        elif len(encoded.tokens) > 1 and not rollout.capabilities.stop_texts:
+            yield stop_engine_error(setting, text, rollout.engine)
+
+
+def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
+    """Return whether a response of the model at ``path`` may end at a text of several tokens."""
+    return any(len(encoded.tokens) > 1 for _, _, encoded in _encoded_stops(path, rollout))
+
+
+class _EncodedText(NamedTuple):
+    """Tokens of a text, with the data to decide whether they stand for exactly this text."""
+
+    tokens: list[str]
+    unknown_token: str | None
+    """The tokenizer's token for unknown text, None if it has none."""
+    decoded: str
+    """Text that the tokens decode to."""
+
+
+def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
+    """Yield the setting, text and tokens of each stop text; none without a tokenizer that can be read."""
+    # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
     if not any(stops.values()):
         return
@@ -89,13 +123,39 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     if tokenizer is None:
         return
 
-    # A stop string of unknown characters would become the unknown token, which also encodes other text.
+    # Unknown characters would become the unknown token, which also encodes other text.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
+            yield setting, text, _EncodedText(encoding.tokens, unknown_token, decoded)
+
+
+def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors for tokens that rules on logits name and the tokenizer at ``path`` does not have."""
+    # Without rules the tokenizer need not be loaded.
+    rules = rule_texts(rollout)
+    if not any(rules.values()):
+        return
+
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
+        return
+
+    unknown_token = getattr(tokenizer.model, "unk_token", None)
+    vocabulary = tokenizer.get_vocab_size()
+    for setting, texts in rules.items():
+        for text in texts:
+            # A text such as ``token_id:17`` names the id itself.
+            token = explicit_token_id(text)
+            if token is not None:
+                if token >= vocabulary:
+                    yield rule_id_error(setting, text, vocabulary)
+                continue
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown_token:
-                yield stop_error(setting, text, tokens)
+                yield rule_token_error(setting, text, tokens)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -206,7 +266,7 @@ def _vocabulary_errors(
     special: set[str],
     vocabulary: int,
 ) -> Iterator[UserError]:
-    """Yield the error of text tokens without a row in the embedding.
+    """Yield the error for text tokens without a row in the embedding.
 
     Special tokens beyond it are common in published checkpoints, and no text contains them.
     """
@@ -233,7 +293,7 @@ def _end_token_errors(
     ids: Mapping[str, int],
     vocabulary: int,
 ) -> Iterator[UserError]:
-    """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
+    """Yield the error for an ``eos_token`` that the tokenizer or the embedding lacks."""
     text = _token_text(settings.get("eos_token"))
     if text is None:
         return
@@ -261,7 +321,7 @@ def _generation_end_errors(
     generation: Mapping[str, Any],
     vocabulary: int | None,
 ) -> Iterator[UserError]:
-    """Yield the error of an ``eos_token_id`` in generation_config.json that is not a token id."""
+    """Yield the error for an ``eos_token_id`` in generation_config.json that is not a token id."""
     eos = generation.get("eos_token_id")
     if eos is None:
         return
@@ -380,7 +440,7 @@ def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
 
 
 def _text_or_empty(file: Path) -> str:
-    """Return the text of a file, empty where it cannot be read."""
+    """Return the text of a file, empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):

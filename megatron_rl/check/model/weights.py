@@ -14,6 +14,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.multimodal import tensor_locations
 from megatron_rl.shapes.pretrained import (
@@ -28,12 +29,16 @@ from megatron_rl.shapes.quantized import (
     FP8,
     SCALE_DTYPES,
     Quantization,
+    has_mxfp4_scales,
     is_activation_scale,
+    mxfp4_error,
     scale_shape_error,
     scales_by_weight,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_BYTES = "U8"
+"""dtype of blocks and scales in mxfp4."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes; safetensors itself refuses longer ones."""
@@ -222,7 +227,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 
 
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
-    """Return the error of tensors that are not in the file that the index names for them."""
+    """Return the error for tensors that are not in the file that the index names for them."""
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
@@ -233,12 +238,18 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
 
 
 def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
-    """Return the error of stored tensors that do not match the model in config.json.
+    """Return the error for stored tensors that do not match the model in config.json.
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
     if model.is_multimodal:
-        stored = _language_tensors(stored)
+        stored = _language_tensors(stored, model.shape.hidden)
+
+    if model.family.interleaved_experts:
+        errors = _block_errors(stored, model.quantization)
+        if errors:
+            return errors
+        stored = _experts_one_by_one(stored)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
@@ -278,9 +289,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
-def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
-    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape)
+def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[str, StoredTensor]:
+    """Return the tensors of a multimodal checkpoint's language model, named as in a text-only checkpoint."""
+    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
         # Values are compared for the embedding and the output layer alone, which are stored whole.
@@ -289,13 +300,40 @@ def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
     return tensors
 
 
+def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
+    """Return the error for the first matrix in mxfp4 that cannot be read, if there is one."""
+    for name, tensor in stored.items():
+        if not name.endswith(BLOCKS):
+            continue
+        scales = stored.get(name.removesuffix(BLOCKS) + SCALES)
+        if quantization is None or {tensor.dtype, scales.dtype if scales else _BYTES} != {_BYTES}:
+            return [_quantised_error(tensor.file.parent, [name], tensor.dtype)]
+        scales_shape = scales.shape if scales else None
+        if not has_mxfp4_scales(tensor.shape, scales_shape):
+            return [mxfp4_error(str(tensor.file), name, tensor.shape, scales_shape)]
+    return []
+
+
+def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Split tensors that hold all experts of a layer into one tensor per expert.
+
+    Tensors in mxfp4 are float32 in the result, as a run reads them.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name, tensor in stored.items():
+        for name, location in expert_tensors(stored_name, tensor.shape).items():
+            dtype = "F32" if location.blocks else tensor.dtype
+            tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
+    return tensors
+
+
 def _read_scales(
     stored: Mapping[str, StoredTensor],
     quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
-    """Return the tensors that a run reads from quantised ones, and the errors of their scales.
+    """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
-    A weight of 8 bits with scales is float32 in the result; scales are not in it.
+    An 8-bit weight with scales is float32 in the result, and its scales are left out.
     """
     scales_of = scales_by_weight(stored)
     scale_names = set(scales_of.values())
@@ -338,7 +376,7 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
-    """Return the error of tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
+    """Return the error for tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
@@ -349,7 +387,8 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
 
 
 def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
-    """Return the error of a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    """Return the error for a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    # One absent head has a likelier cause than another model.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_tensors == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"

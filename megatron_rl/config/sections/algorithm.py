@@ -411,9 +411,13 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 
 
 def _former_settings() -> Iterator[tuple[str, str]]:
+    """Yield (former key, key now) for every entry of `_FORMER`."""
     for piece, names in _FORMER.items():
         for former, name in names.items():
-            key = f"algorithm.{piece}.{name}" if name else f"algorithm.{piece}"
+            key = f"algorithm.{piece}"
+            if name:
+                key += f".{name}"
+
             yield f"algorithm.settings.{former}", key
 
 

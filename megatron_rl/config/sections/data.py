@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from megatron_rl.config.sections.bounds import TOKENS
+from megatron_rl.config.sections.bounds import SHARE, TOKENS
 from megatron_rl.config.setting import required, setting
 
 
@@ -19,12 +19,13 @@ def own_field(name: str, meaning: str, **attributes: Any) -> Any:
     return setting(None, meaning, unset=f"data.{name}", **attributes)
 
 
+# Meanings of two keys that training data and evaluation sets have.
 SYSTEM_PROMPT = "System message before the messages of each prompt; the prompts go through the chat template."
 TEMPLATE_KWARGS = "Arguments of the chat template, such as enable_thinking: false."
 
 
 class PromptTemplate(NamedTuple):
-    """What a data set adds to each prompt that goes through the chat template."""
+    """Additions of a data set to each prompt that goes through the chat template."""
 
     system_prompt: str | None = None
     """Content of a system message before the prompt's messages; None for none."""
@@ -80,7 +81,8 @@ class DataConfig:
 
     train: str | tuple[str, ...] | None = setting(
         None,
-        "Prompts to train on: a file, a folder of shards, a pattern, or a list of these.",
+        "Prompts to train on: a file, a folder of shards, a pattern, or a list of these; on the Hugging Face "
+        "Hub as hf://datasets/ORG/NAME/PATH.",
         jobs=("train",),
         instead="sources",
         unset="no reinforcement learning, unless there are data.sources",
@@ -166,6 +168,13 @@ class DataConfig:
         "Take prompts in a random order, a new one in each epoch.",
         also_called={"slime": "rollout_shuffle", "TRL": "shuffle_dataset"},
     )
+    uniform_share: float = setting(
+        1.0,
+        "Share of the prompts whose last responses had equal rewards, as all passed or all failed, that an "
+        "epoch draws. The others wait for a later epoch.",
+        **SHARE,
+        advice="0.25 draws such a prompt in every fourth epoch; 1 draws every prompt in each",
+    )
 
     def setting_of(self, name: str) -> str:
         """Return the path of the setting that names a field of this data set."""
@@ -178,7 +187,7 @@ class DataConfig:
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return what each prompt gets in addition to its messages: nothing."""
+        """Return the additions to each prompt: none, since only sets have them."""
         return PromptTemplate()
 
     @property
@@ -207,7 +216,7 @@ class SetFields(DataConfig):
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return what the set adds to each prompt in addition to its messages."""
+        """Return the set's additions to each prompt."""
         return self.own_template
 
     def setting_of(self, name: str) -> str:
@@ -222,7 +231,7 @@ FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "ch
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     """Return the fields of the data set that ``section`` at ``path`` describes.
 
-    Each of `FIELDS` that the section has and that is not None replaces that of ``data``.
+    Each of `FIELDS` in the section that is not None replaces the value in ``data``.
     """
     values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
     for name in FIELDS:
@@ -234,7 +243,8 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )
-    # Both are of the chat template: text becomes a message of the user.
+
+    # Both belong to the chat template, so they imply it: text becomes a message of the user.
     if values["chat_template"] is None and (template.system_prompt is not None or template.kwargs):
         values["chat_template"] = True
     return SetFields(**values, section_path=path, own_template=template)

@@ -104,8 +104,10 @@ class EvaluationSetConfig:
         if self.samples == 1:
             return ()
 
+        # Powers of two, and all samples.
         powers = [2**power for power in range(1, self.samples.bit_length())]
-        return (*(power for power in powers if power < self.samples), self.samples)
+        smaller = [power for power in powers if power < self.samples]
+        return (*smaller, self.samples)
 
     def estimates(self) -> tuple[str, ...]:
         """Return the metrics that have an interval."""
@@ -118,12 +120,16 @@ class EvaluationSetConfig:
     def metrics(self) -> tuple[str, ...]:
         """Return the names of all metrics of the set except its evaluators' own."""
         estimates = self.estimates()
+
+        # The reward and the diversity metrics have no interval.
         bounds = [f"{name}_{end}" for name in estimates for end in INTERVALS]
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
     def functions(self) -> dict[str, str]:
         """Return the functions that this set alone calls, by the setting that names each."""
-        functions = {} if self.reward is None else {"reward": self.reward}
+        functions: dict[str, str] = {}
+        if self.reward is not None:
+            functions["reward"] = self.reward
         for name, function in self.evaluators.items():
             functions[f"evaluators.{name}"] = function
 

@@ -10,6 +10,8 @@ from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
 """Key of the user's filter."""
+
+# Values of `on_filtered`.
 DROP = "drop"
 REWARD = "reward"
 
@@ -54,11 +56,21 @@ class FiltersConfig:
         "`filtered_reward` (`reward`).",
         choices=(DROP, REWARD),
     )
+    refill: int = setting(
+        0,
+        "Times that a removed response is sampled again, with another seed each time; what is removed the "
+        "last time has the use `on_filtered`.",
+        unit="times",
+        at_least=0,
+        at_most=100,
+        advice="0 samples none again; 1 to 4 replace most of what filters remove now and then",
+    )
     filtered_reward: float = setting(0.0, "Reward of removed responses with `on_filtered: reward`.", **WEIGHT)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the filters that are set, in the order in which they are applied."""
+        # The cheap ones first: a function runs only on responses that these keep.
         is_set: dict[str, Any] = {
             "empty": self.empty,
             "min_tokens": self.min_tokens > 0,
@@ -73,4 +85,5 @@ class FiltersConfig:
         """Return the reward of a removed response, None if it is dropped."""
         if self.on_filtered == DROP:
             return None
+
         return self.filtered_reward

@@ -22,6 +22,7 @@ DDP_MEANING = (
 )
 RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or all (full)."
 RECOMPUTES = ("none", "selective", "full")
+# Conversions of other projects' keys.
 RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
@@ -34,7 +35,8 @@ class ModelConfig:
 
     # The model itself, in one of two formats.
     path: str = required(
-        "Directory with config.json, safetensors and tokenizer files. With `megatron` the run writes it, "
+        "Directory with config.json, safetensors and tokenizer files, or a name on the Hugging Face Hub such "
+        "as hf://Qwen/Qwen2.5-7B-Instruct. With `megatron` the run writes it, "
         "with config.json and tokenizer alone; the default is then a folder in run_dir.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={

@@ -327,7 +327,7 @@ class RewardConfig:
     )
 
     def of_function(self, function: str) -> RewardConfig:
-        """Return the settings of another function, with the workers and limits of the reward function."""
+        """Return the settings to call another function with this function's workers and limits."""
         return RewardConfig(
             function,
             timeout=self.timeout,
@@ -339,6 +339,14 @@ class RewardConfig:
     @property
     def scorers(self) -> dict[str, float]:
         """Return the weight of each reward except reward models, by the name of its setting."""
+        weights: dict[str, float] = {}
+
+        # The function first: the first scorer's rewards count for accuracies.
+        if self.function is not None:
+            weights[FUNCTION] = self.weight
+
         sections = {"code": self.code, "http": self.http, "judge": self.judge}
-        weights = {name: section.weight for name, section in sections.items() if section is not None}
-        return weights if self.function is None else {FUNCTION: self.weight, **weights}
+        for name, section in sections.items():
+            if section is not None:
+                weights[name] = section.weight
+        return weights

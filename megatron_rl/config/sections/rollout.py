@@ -7,11 +7,11 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
+from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities, engines_with
 from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
@@ -28,13 +28,28 @@ from megatron_rl.config.sections.bounds import (
 )
 from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.models import RANKS_LISTED
+from megatron_rl.config.sections.response_limits import (
+    AUTO,
+    AutoLimitConfig,
+    ResponseLimit,
+    largest_limit,
+    prompt_limit,
+    smallest_limit,
+    table_errors,
+)
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.error_forms import out_of_range
+from megatron_rl.error_forms import out_of_range, requires
 from megatron_rl.errors import UserError, nearest
 
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _FURTHER = "ours is the fraction of further prompts"
+
+# Largest bias of a token's logit, as in the API of OpenAI: a factor of e^100 of its probability.
+MOST_BIAS = 100.0
+
+# Largest number of biases that vLLM's newer model runner takes (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
+MOST_BIASED_TOKENS = 1024
 
 # Orders of sampling: in rounds of tokens, equal in every run, or by the clock.
 CLOSED = "closed"
@@ -167,18 +182,20 @@ class RolloutConfig:
         },
     )
     # Sampling. The defaults are the model's own distribution, which the policy gradient assumes.
-    temperature: float = setting(
+    temperature: float | dict[str, float] = setting(
         1.0,
-        "Temperature of sampling, and of the log-probs that are computed in training.",
+        "Temperature of sampling, and of the log-probs that are computed in training; or its course over "
+        "steps: `{start: 1.0, end: 0.6, steps: 200}`.",
         more_than=0,
         at_most=100,
         per_task=True,
         advice="sample with 1.0; greedy training samples of one prompt would all be equal",
         also_called={
             "slime": "rollout_temperature",
-            "common": "sampling_temperature",
+            "common": "sampling_temperature, temperature_schedule",
             "Megatron-LM": "grpo_default_temperature",
         },
+        conversion={"temperature_schedule": "ours is {start: 1.0, end: 0.6, steps: 200}"},
     )
     top_p: float = setting(
         1.0,
@@ -206,9 +223,11 @@ class RolloutConfig:
         per_task=True,
         advice="0 switches min-p off",
     )
-    max_response_tokens: int = setting(
+    max_response_tokens: int | str | dict[str, Any] = setting(
         256,
-        "Largest length of a response; with an environment, of everything after the prompt together.",
+        "Largest length of a response; with an environment, of everything after the prompt together. A "
+        "number, a table by prompt length (`{64: 64, 512: 256, more: 1024}`), or `auto`: see `auto_limit`.",
+        choices=(AUTO,),
         **TOKENS,
         per_task=True,
         also_called={
@@ -233,10 +252,14 @@ class RolloutConfig:
             _LONGEST_ROW,
         ),
     )
-    # One token each, since the engine gets them as stop token ids together with the model's own.
+    auto_limit: AutoLimitConfig = setting(
+        AutoLimitConfig(), "Limits of responses with `max_response_tokens: auto`."
+    )
+    # Those of one token are stop token ids, as the model's own; see `rollout.stopping` for the others.
     stop: tuple[str, ...] = setting(
         (),
-        "Texts, of one token each, that end a response in addition to the model's own end tokens.",
+        "Texts that end a response in addition to the model's own end tokens. A text of one token ends it at "
+        "this token, a text of several at the token that completes the text; both are part of the response.",
         per_task=True,
         also_called={
             "slime": "rollout_stop",
@@ -244,11 +267,82 @@ class RolloutConfig:
             "common": "stop_words, stop_sequences",
         },
     )
+    # Rules that change logits before the temperature and the filters, in the engine and in the trainer.
+    min_response_tokens: int = setting(
+        0,
+        "Tokens after the prompt among which no end token is sampled: responses are longer. "
+        "`rollout.filters.min_tokens` removes short responses instead.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches it off",
+        also_called={"vLLM": "min_tokens", "SGLang": "min_new_tokens", "ROLL": "min_response_length"},
+    )
+    banned_tokens: tuple[str, ...] = setting(
+        (),
+        "Tokens that are never sampled: texts of one token each, or ids as `token_id:17`.",
+        per_task=True,
+        also_called={"vLLM": "bad_words", "common": "bad_words_ids, suppress_tokens, banned_token_ids"},
+        conversion="ours are single tokens: texts of one token each, or token_id:17",
+    )
+    logit_bias: dict[str, float] = setting(
+        {},
+        "Values that are added to the logits of single tokens, by text of one token or as `token_id:17`.",
+        per_task=True,
+        also_called={"SGLang": "custom_logit_processor", "common": "logits_bias, sequence_bias"},
+        conversion='ours is a section: logit_bias: {" the": -2.0, "token_id:17": 1.5}',
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divisor of positive logits, and factor of others, of tokens that the prompt or the response has.",
+        more_than=0,
+        at_most=100,
+        per_task=True,
+        advice="1.0 switches it off; above 1 tokens repeat less",
+    )
+    # vLLM refuses values outside of [-2, 2], as the API of OpenAI does.
+    presence_penalty: float = setting(
+        0.0,
+        "Value that is subtracted from the logits of tokens that the response has.",
+        at_least=-2,
+        at_most=2,
+        per_task=True,
+        advice="0 switches it off; above 0 tokens repeat less",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        "Value that is subtracted from a token's logit for each time that the response has it.",
+        at_least=-2,
+        at_most=2,
+        per_task=True,
+        advice="0 switches it off; above 0 tokens repeat less",
+    )
+    no_repeat_ngram_size: int = setting(
+        0,
+        "Length of the runs of tokens that prompt and response together have only once: a token that would "
+        "complete such a run again is not sampled.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches it off; 4 bans repeated runs of four tokens",
+        also_called={"vLLM": "ngram_size"},
+    )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
-        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens and stop.",
-        also_called={"common": "sampling_profile, register_sampling_profile"},
-        conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
+        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
+        "min_response_tokens, banned_tokens, logit_bias, no_repeat_ngram_size and the three penalties; "
+        "or the name of a profile.",
+    )
+    # Loading replaces it by the profile's settings, see `config.sampling_profiles`.
+    sampling_profile: str | None = setting(
+        None,
+        "Profile of the whole run: a name of `sampling_profiles`, or `file.py:NAME` of one that "
+        "`megatron_rl.sampling_profile` registers there. It replaces settings of this section.",
+        unset="none",
+        also_called={"common": "register_sampling_profile"},
+        conversion="ours takes a name: sampling_profile: careful; megatron_rl.sampling_profile registers one",
     )
     # Order of sampling, and what happens to responses that are not complete when a step ends.
     order: str = setting(
@@ -313,7 +407,7 @@ class RolloutConfig:
             "leave it out to have the engine's own",
         },
     )
-    # What no reward is computed for.
+    # Responses that are removed before any reward is computed.
     filters: FiltersConfig = setting(
         FiltersConfig(), "Filters that remove finished responses before any reward is computed."
     )
@@ -369,6 +463,29 @@ class RolloutConfig:
         return count + math.ceil(count * self.oversample - 1e-9)
 
     @property
+    def response_limit(self) -> int:
+        """Return the longest possible response in tokens, for tasks without a limit of their own."""
+        return largest_limit(self.max_response_tokens, self.auto_limit)
+
+    def limit_setting(self, task: str) -> ResponseLimit:
+        """Return a task's `max_response_tokens`: from its sampling profile, else the rollout's own."""
+        return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
+
+    def limit_of(self, task: str, prompt_tokens: int) -> int:
+        """Return the response limit for one prompt in tokens; with `auto`, the largest limit."""
+        return prompt_limit(self.limit_setting(task), prompt_tokens, self.auto_limit)
+
+    @property
+    def limit_settings(self) -> dict[str, ResponseLimit]:
+        """Return every response limit by its configuration path: the rollout's own and the profiles'."""
+        limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
+        for task, profile in self.sampling_profiles.items():
+            if "max_response_tokens" in profile:
+                path = f"rollout.sampling_profiles.{task}.max_response_tokens"
+                limits[path] = profile["max_response_tokens"]
+        return limits
+
+    @property
     def capabilities(self) -> EngineCapabilities:
         """Return the capabilities of the engine."""
         return engine_capabilities(self.engine)
@@ -376,16 +493,103 @@ class RolloutConfig:
     @property
     def most_in_flight(self) -> int | None:
         """Return the largest number of episodes that a replica samples at once; None without a bound."""
+        # The engine schedules no more sequences than its own limit.
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
+    @property
+    def bans_ngrams(self) -> bool:
+        """Return whether any task has `no_repeat_ngram_size`."""
+        return any(settings["no_repeat_ngram_size"] for _, settings in task_settings(self))
 
     @property
     def truncates(self) -> bool:
         """Return whether any task is sampled with a filter, see `filters_tokens`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
+        # Tasks without a profile have the common values.
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
+
+
+@dataclass(frozen=True)
+class TemperatureSchedule:
+    """Temperature that changes linearly from ``start`` to ``end`` within ``steps`` steps.
+
+    Example:
+        >>> schedule = TemperatureSchedule(1.0, 0.6, 200)
+        >>> schedule.at(1), schedule.at(101), schedule.at(500)
+        (1.0, 0.8, 0.6)
+    """
+
+    start: float
+    """Temperature of the first step."""
+    end: float
+    """Temperature after ``steps`` steps."""
+    steps: int
+    """Number of steps between both, 0 for a constant temperature."""
+
+    def at(self, step: int) -> float:
+        """Return the temperature of ``step``, which counts from 1."""
+        completed = step - 1
+        if completed >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * completed / self.steps
+
+
+def temperature_schedule(value: float | Mapping[str, float]) -> TemperatureSchedule:
+    """Return the schedule of a valid value of `rollout.temperature`."""
+    if isinstance(value, Mapping):
+        return TemperatureSchedule(value["start"], value["end"], int(value["steps"]))
+    return TemperatureSchedule(value, value, 0)
+
+
+def temperature_schedules(
+    rollout: RolloutConfig,
+) -> tuple[TemperatureSchedule, dict[str, TemperatureSchedule]]:
+    """Return the schedule of the rollout's temperature, and those of the tasks with a profile."""
+    default = temperature_schedule(rollout.temperature)
+    by_task = {}
+    for task, profile in rollout.sampling_profiles.items():
+        by_task[task] = temperature_schedule(profile.get("temperature", rollout.temperature))
+    return default, by_task
+
+
+def changes_temperature(rollout: RolloutConfig) -> bool:
+    """Return whether the temperature of any task changes over steps."""
+    default, by_task = temperature_schedules(rollout)
+    return any(schedule.steps > 0 for schedule in (default, *by_task.values()))
+
+
+def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
+    temperatures = {"rollout.temperature": rollout.temperature}
+    for task, profile in rollout.sampling_profiles.items():
+        if "temperature" in profile:
+            temperatures[f"rollout.sampling_profiles.{task}.temperature"] = profile["temperature"]
+
+    for path, value in temperatures.items():
+        if not isinstance(value, Mapping):
+            continue
+        names = ("start", "end", "steps")
+        if set(value) != set(names):
+            yield UserError(
+                f"`{path}` is not a schedule of a temperature",
+                where=path,
+                expected=f"a number, or a section of {', '.join(names)}",
+                got=f"a section of {', '.join(value) or 'nothing'}",
+                fix=f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}",
+            )
+            continue
+
+        for name in ("start", "end"):
+            error = profile_fields()["temperature"].error(f"{path}.{name}", value[name])
+            if error is not None:
+                yield error
+        steps = value["steps"]
+        if not 1 <= steps <= MOST_STEPS or steps != int(steps):
+            expected = f"an integer from 1 to {MOST_STEPS}"
+            yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
 
 
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
@@ -396,14 +600,15 @@ def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
 def profile_fields() -> dict[str, Setting]:
     """Return the keys that a sampling profile can set, with their descriptions."""
     descriptions = {item.name: setting_of(item) for item in fields(RolloutConfig)}
+
     return {name: description for name, description in descriptions.items() if description.per_task}
 
 
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
-    """Return the errors of the sampling profiles, whose keys have the types and bounds of the rollout's own.
+    """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    A profile is a free mapping and not a section, since a key that it leaves out has the rollout's value and
-    not a default.
+    A profile is a mapping rather than a section, so that an omitted key has the rollout's value and not a
+    default.
     """
     descriptions = profile_fields()
     errors = []
@@ -414,6 +619,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 errors.append(_profile_name_error(path, name, list(descriptions)))
                 continue
 
+            # The type and the bounds of the rollout's own key.
             hint = field_hints(RolloutConfig)[name]
             accepted, typed = convert_value(hint, value)
             if not accepted or descriptions[name].error(path, typed) is not None:
@@ -425,7 +631,49 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
     return errors
 
 
+def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
+    """Yield the errors for limits that are tables, and for `auto` limits whose lengths cannot be observed."""
+    is_auto = False
+    for path, value in rollout.limit_settings.items():
+        is_auto = is_auto or value == AUTO
+        if isinstance(value, dict):
+            yield from table_errors(path, value, longest_prompt)
+    if not is_auto:
+        return
+
+    # `auto` takes a quantile of the lengths in a window, within two bounds.
+    auto = rollout.auto_limit
+    if auto.at_least > auto.at_most:
+        yield UserError(
+            "the smallest limit of responses is above the largest",
+            where="rollout.auto_limit.at_least",
+            expected=f"at most rollout.auto_limit.at_most ({auto.at_most})",
+            got=str(auto.at_least),
+            fix=f"set rollout.auto_limit.at_least={auto.at_most} or less",
+        )
+
+    if auto.responses > auto.window:
+        yield UserError(
+            "a class of lengths never has as many responses as its limit waits for",
+            where="rollout.auto_limit.responses",
+            expected=f"at most rollout.auto_limit.window ({auto.window})",
+            got=str(auto.responses),
+            fix=f"set rollout.auto_limit.responses={auto.window} or less",
+        )
+
+    # With `partial` a long response is continued, so its length is observed in the end.
+    if rollout.oversample and not rollout.partial:
+        yield UserError(
+            "the limits would follow short responses alone: over-sampling discards the long ones",
+            where="rollout.max_response_tokens",
+            expected="a number or a table with rollout.oversample, or rollout.partial=true",
+            got="auto with rollout.oversample and without rollout.partial",
+            fix="set rollout.partial=true, or a number",
+        )
+
+
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
+    """Return the error for a key that a sampling profile does not have; ``names`` are its keys."""
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
 
@@ -438,7 +686,8 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop strings of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
+    # A profile's stop texts replace the rollout's and do not add to them.
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
         if "stop" in profile:
@@ -446,21 +695,195 @@ def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
     return stops
 
 
-def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error of a stop string that the tokenizer does not encode as one token of the vocabulary."""
+def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path of the rollout and of each profile, with their complete sampling settings."""
+    common = {name: getattr(rollout, name) for name in profile_fields()}
+    yield "rollout", common
+
+    # A profile has the values that differ; all others are the rollout's.
+    for task, profile in rollout.sampling_profiles.items():
+        yield f"rollout.sampling_profiles.{task}", common | profile
+
+
+def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors for rules on logits, and for temperatures, whose values have the right types."""
+    yield from _schedule_errors(rollout)
+    yield from _penalty_errors(rollout)
+    for path, settings in task_settings(rollout):
+        yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
+        shortest = settings["min_response_tokens"]
+
+        # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
+        limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
+        if shortest > limit:
+            yield out_of_range(
+                f"{path}.min_response_tokens",
+                shortest,
+                f"at most {limit}, the smallest limit of max_response_tokens",
+                fix="lower it, or raise max_response_tokens",
+            )
+
+        # vLLM's server (0.32) clamps a larger bias without an error, to the range of OpenAI's API.
+        for text, bias in settings["logit_bias"].items():
+            if abs(bias) > MOST_BIAS:
+                expected = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+                fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
+                yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
+
+        # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
+        count = len({*settings["logit_bias"], *settings["banned_tokens"]})
+        if count > MOST_BIASED_TOKENS:
+            yield UserError(
+                "more tokens have a bias or are banned than vLLM takes",
+                where=f"{path}.logit_bias",
+                expected=f"{MOST_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
+                got=f"{count}",
+                fix="remove some",
+            )
+
+
+def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
+    key = f"{path}.no_repeat_ngram_size"
+    if size == 1:
+        yield out_of_range(
+            key,
+            size,
+            "0, or 2 tokens or more",
+            fix="write 2 or more; rollout.frequency_penalty makes single tokens rarer",
+        )
+    if size and not rollout.capabilities.token_history:
+        choices = engines_with(token_history=True)
+        yield requires(key, size, choices, got=f"rollout.engine={rollout.engine}", fix=f"set {choices}")
+
+
+def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield an error for each presence or frequency penalty if a response may span several requests.
+
+    vLLM counts the tokens of the current request alone; earlier turns or rounds are its prompt.
+    """
+    # Settings with which a response continues in a second request.
+    splits = {
+        "rollout.environment": rollout.environment is not None,
+        "rollout.oversample": rollout.oversample > 0,
+        "rollout.partial": rollout.partial,
+    }
+    split = next((key for key, is_set in splits.items() if is_set), None)
+    if split is None:
+        return
+
+    for path, settings in task_settings(rollout):
+        for name in ("presence_penalty", "frequency_penalty"):
+            if settings[name]:
+                yield requires(
+                    f"{path}.{name}",
+                    settings[name],
+                    "responses that are one request of the engine each",
+                    got=f"{split} is set, which continues responses in further requests",
+                    fix=f"remove {split}, or use rollout.repetition_penalty",
+                )
+
+
+def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
+    """Return the tokens that rules on logits name, by their setting."""
+    texts: dict[str, Sequence[str]] = {}
+    for path, settings in task_settings(rollout):
+        texts[f"{path}.banned_tokens"] = settings["banned_tokens"]
+        texts[f"{path}.logit_bias"] = list(settings["logit_bias"])
+    return texts
+
+
+def explicit_token_id(text: str) -> int | None:
+    """Return the id of a text such as ``token_id:17``, None for another text.
+
+    Example:
+        >>> explicit_token_id("token_id:17"), explicit_token_id("17")
+        (17, None)
+    """
+    prefix, _, digits = text.partition(":")
+    if prefix != "token_id" or not digits.isdecimal():
+        return None
+    return int(digits)
+
+
+def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
+    """Return the error for a text that must be, and is not, a single token."""
     return UserError(
-        f"the stop string {text!r} is not one token of this model",
+        f"the text {text!r} is not one token of this model",
         where=setting,
-        expected="stop strings that the tokenizer turns into exactly one known token",
+        expected="texts that the tokenizer turns into exactly one known token, or token_id:17",
         got=f"{len(tokens)} tokens: {list(tokens)}",
-        fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+        fix="name a single token; a leading space often belongs to it",
+    )
+
+
+def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
+    """Return the error for an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
+    return UserError(
+        f"{text} is not a token of this model",
+        where=setting,
+        expected=f"an id from 0 to {vocabulary - 1}",
+        got=text,
+        fix="correct the id",
+    )
+
+
+def stop_text_error(
+    setting: str,
+    text: str,
+    tokens: Sequence[str],
+    unknown_token: str | None,
+    decoded: str,
+) -> UserError | None:
+    """Return the error for a stop text that no response of the model can contain, None for any other.
+
+    ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
+    ``decoded`` is the text that the tokens decode to.
+    """
+    # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
+    if tokens and unknown_token not in tokens and text.strip() in decoded:
+        return None
+
+    return UserError(
+        f"the stop text {text!r} is never part of a response of this model",
+        where=setting,
+        expected="texts of known tokens, which the tokenizer does not change",
+        got=f"{len(tokens)} tokens: {list(tokens)}, with the text {decoded!r}",
+        fix="choose another text, or add this one to the tokenizer as a special token",
+    )
+
+
+def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
+    """Return the error for a multi-token stop text with an engine that only stops at token ids."""
+    choices = engines_with(stop_texts=True)
+    return UserError(
+        f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",
+        where=setting,
+        expected=f"{choices}, or stop texts of one token each",
+        got=repr(text),
+        fix=f"set {choices}, or remove the text",
     )
 
 
 @dataclass(frozen=True)
 class HybridEngineConfig:
-    """Weight sync from the actor into the rollout engine: its memory and its verification."""
+    """Weight sync from the actor into the rollout engine: when, in what memory, and how it is verified."""
 
+    # A version is a step in which the actor learns: optimizer steps within one step are not counted.
+    every: int = setting(
+        1,
+        "Versions of the policy from one weight sync to the next. In between, responses are sampled from the "
+        "older weights; 0 samples from the first ones forever.",
+        unit="versions",
+        at_least=0,
+        at_most=MOST_STEPS,
+        advice="1 samples every step from the newest weights; 0 is for offline algorithms",
+        also_called={
+            "slime": "update_weights_interval",
+            "common": "reshard_interval, enable_resharding, weight_sync_interval, sync_every, sync_interval",
+        },
+        their_values={"enable_resharding": {True: 1, False: 0}},
+    )
     staging_bytes: int = setting(
         256 * 2**20,
         "Memory of a rank for weights in transfer.",
@@ -490,7 +913,7 @@ class MismatchConfig:
 
     warn: float | None = setting(
         None,
-        "Difference from which a step warns.",
+        "Difference above which the health rule `mismatch` fires.",
         unit="nats",
         unset="by model.dtype",
         **POSITIVE,
@@ -529,7 +952,7 @@ class AsynchronyConfig:
         None,
         "Largest age of a trained token in updates.",
         unit="steps",
-        unset="steps_ahead, and with rollout.partial two more",
+        unset="steps_ahead, with rollout.partial two more, and with hybrid_engine.every the versions between",
         at_least=0,
         at_most=MOST_STEPS,
         advice="steps_ahead, and with rollout.partial more",

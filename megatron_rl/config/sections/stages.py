@@ -100,13 +100,13 @@ class StageConfig:
 
     @property
     def every_turn(self) -> bool:
-        """Return whether every assistant turn of a conversation is trained on, not its last one alone."""
+        """Return whether every assistant turn of a conversation is trained on, or only the last one."""
         return False
 
 
 @dataclass(frozen=True)
 class SftConfig(StageConfig):
-    """Supervised training of the actor on given responses; the loss is on the tokens of responses alone."""
+    """Supervised training of the actor on given responses; only response tokens enter the loss."""
 
     UNIT = "row"
     RESPONSES = ("response_field",)
@@ -122,7 +122,7 @@ class SftConfig(StageConfig):
 
     @property
     def every_turn(self) -> bool:
-        """Return whether every assistant turn of a conversation is trained on, not its last one alone."""
+        """Return whether every assistant turn of a conversation is trained on, or only the last one."""
         return self.turns == "every"
 
 

@@ -157,8 +157,12 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     """Return the model feature that Megatron-LM has no argument for, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
-    if shape.sandwich_norms:
+    if shape.post_norms:
         return "norms after attention and MLP"
+    if shape.sinks:
+        return "attention sinks, and experts with biases"
+    if shape.whole_qk_norm:
+        return "norms of queries and keys over all heads"
     # A reward model's or a critic's head.
     if shape.scalar_head:
         return "a head of one number"

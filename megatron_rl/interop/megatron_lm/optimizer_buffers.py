@@ -211,8 +211,8 @@ def _groups(
             shard = (tensor, 0, tensor % layout.expert_tensor)
             buffers = []
             for index, layers in enumerate(chunks):
-                # The embedding is in the first chunk of the first stage, the output layer in the last of the
-                # last.
+                # The first chunk of the first stage has the embedding, the last chunk of the last stage the
+                # output layer.
                 is_first = stage == 0 and index == 0
                 is_last = is_last_stage and index == len(chunks) - 1
                 buffers.append(_chunk(model, layers, shard, is_first, is_last, expert_flags))

@@ -228,7 +228,7 @@ def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: f
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return the number of tokens that the cache of one replica has room for.
 
-    Negative where the weights do not fit. The cache has the precision of the weights, two bytes at most.
+    Negative if the weights do not fit. The cache has the precision of the weights, two bytes at most.
     """
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.

@@ -472,7 +472,7 @@ def _pipeline_seconds(
     layer: float,
     head: float,
 ) -> float:
-    """Return seconds of all micro-batches where a layer and the output layer take these seconds each."""
+    """Return the seconds of all micro-batches, from the seconds of a layer and of the output layer."""
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
@@ -525,6 +525,47 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
         stride = layout.expert * layout.expert_tensor
         total += gather_seconds(machine, layout.expert_data, stride, expert * bytes_per_parameter)
     return total
+
+
+def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> dict[str, float]:
+    """Return the bytes per step that a rank of a trained role sends out of its NVLink domain, by cause.
+
+    Causes are gradients (with the parameters that return), pipeline activations and experts' tokens; a cause
+    whose group is inside one domain is left out. Tensor and context parallelism are planned inside a node.
+    """
+    layout = choice.layout
+    bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
+    steps = batch.optimizer_steps * batch.epochs
+    tokens = batch.tokens * batch.epochs / layout.data / layout.context
+    bytes_by_cause: dict[str, float] = {}
+
+    # A ring over data-parallel ranks crosses nodes unless all its members are in one.
+    dense, expert = _trainable_parameters(choice)
+    copies = layout.data * layout.context
+    if local_members(cluster, copies, layout.tensor) < copies:
+        bytes_by_cause["gradients"] = steps * dense * bytes_per_parameter * (copies - 1) / copies
+
+    # Experts have a data-parallel group of their own, whose traffic comes on top.
+    stride = layout.expert * layout.expert_tensor
+    if expert and local_members(cluster, layout.expert_data, stride) < layout.expert_data:
+        share = (layout.expert_data - 1) / layout.expert_data
+        expert_gradients = steps * expert * bytes_per_parameter * share
+        bytes_by_cause["gradients"] = bytes_by_cause.get("gradients", 0.0) + expert_gradients
+
+    # Neighbouring stages are one stride of ranks apart; activations go forward, gradients back.
+    hidden_bytes = 2.0 * choice.model.hidden * tokens / layout.token_shards
+    stage_ranks = layout.tensor * layout.context * layout.data
+    if layout.pipeline > 1 and stage_ranks * 2 > cluster.domain:
+        bytes_by_cause["activations"] = 2.0 * layout.virtual_pipeline * hidden_bytes
+
+    # Tokens go to their experts and back, in the forward and the backward pass.
+    local = local_members(cluster, layout.expert, 1)
+    if layout.expert > 1 and local < layout.expert:
+        remote = 1.0 - local / layout.expert
+        layers = choice.model.moe_layers / layout.pipeline
+        exchanged = layers * choice.model.experts_per_token * hidden_bytes
+        bytes_by_cause["tokens of experts"] = 4.0 * exchanged * remote
+    return bytes_by_cause
 
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:

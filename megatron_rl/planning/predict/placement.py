@@ -28,6 +28,7 @@ from megatron_rl.planning.predict.learn import (
     score_seconds,
 )
 from megatron_rl.planning.predict.search import (
+    MAX_PIPELINE,
     RolloutPlan,
     SearchCount,
     TrainPlan,
@@ -123,6 +124,10 @@ class Problem:
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
     shared_stage_split: bool = True
     """Whether all roles share one split into uneven pipeline stages, since a configuration has only one."""
+    max_pipeline: int = MAX_PIPELINE
+    """Largest pipeline parallelism to try."""
+    whole_nodes: bool = False
+    """Whether groups of more than a node's GPUs have whole nodes, and smaller ones divide a node."""
 
     @property
     def gpus(self) -> int:
@@ -173,6 +178,7 @@ class GroupPlan:
             learn = plan.learn
             if role == lead:
                 learn += self.swap
+
             seconds = RoleSeconds(
                 role,
                 (rank,),
@@ -201,6 +207,14 @@ class PlacementPlan:
     """Plan of generation."""
     rollout_gpus: int = 0
     """GPUs that only generate."""
+    reasons: tuple[str, ...] = ()
+    """Why the placement is no simpler than it is, see `search_simple`."""
+
+    @property
+    def stages(self) -> int:
+        """Return the largest pipeline size of any role."""
+        plans = [plan for group in self.groups for plan in group.plans.values()]
+        return max(plan.choice.layout.pipeline for plan in plans)
 
     @property
     def gpus(self) -> int:
@@ -213,7 +227,7 @@ class PlacementPlan:
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan; None where the placement does not have the role."""
+        """Return a role's training plan; None if the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
@@ -254,6 +268,7 @@ class Planner:
                 even_stages=even,
                 lora=lora,
                 counter=self.counter,
+                max_pipeline=problem.max_pipeline,
             )
         return self._fronts[key]
 
@@ -264,7 +279,7 @@ class Planner:
         generates: bool,
         alone: bool = True,
     ) -> GroupPlan | None:
-        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
+        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None if it does not fit.
 
         A role's limit is the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
@@ -300,7 +315,7 @@ class Planner:
         """Return the plan of a group with a given plan of its first role, the lead.
 
         Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
-        so that the set of combinations does not depend on the memory limit. None where the group does not
+        so that the set of combinations does not depend on the memory limit. None if the group does not
         fit, or takes ``bound`` seconds without generation.
         """
         problem = self.problem
@@ -378,7 +393,7 @@ class Planner:
         """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
 
         ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
-        roles swap. None where neither plan fits.
+        roles swap. None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -505,7 +520,7 @@ def place_split(
     rollout_gpus: int,
     split: str,
 ) -> PlacementPlan | None:
-    """Return the placement of training and generation on disjoint GPUs; None where it does not fit.
+    """Return the placement of training and generation on disjoint GPUs; None if it does not fit.
 
     ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
@@ -554,6 +569,8 @@ def best_grouping(
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
     for sizes in compositions(gpus // unit, len(groups)):
+        if not all(_allowed(planner.problem, size * unit) for size in sizes):
+            continue
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
             key = (index, size * unit)
@@ -599,6 +616,8 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     """Return the fastest placement of all roles and generation on the same GPUs."""
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
+        if not _allowed(planner.problem, size):
+            continue
         group = planner.group(roles, size, True)
         if group is None:
             # Fewer GPUs have even less memory. Only the full number may fail for its divisors instead.
@@ -615,7 +634,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
 
 
 def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with GPUs for generation alone."""
+    """Return the fastest placement with generation-only GPUs."""
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -627,9 +646,19 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
     unit = max(1, gpus // _MIXED_UNITS)
     best: PlacementPlan | None = None
     for rollout_gpus in range(unit, gpus, unit):
+        if not _allowed(problem, rollout_gpus) or not _allowed(problem, gpus - rollout_gpus):
+            continue
         placement = place_split(planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, split)
         best = _faster(best, placement)
     return best
+
+
+def _allowed(problem: Problem, size: int) -> bool:
+    """Return whether a group may have ``size`` GPUs: any number, unless the problem asks for whole nodes."""
+    node = problem.machine.cluster.gpus_per_node
+    if not problem.whole_nodes:
+        return True
+    return size % node == 0 or (size < node and node % size == 0)
 
 
 def _faster(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
@@ -667,8 +696,16 @@ def _roles(problem: Problem) -> tuple[str, ...]:
 def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
 
-    ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
+    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
+    result = _search(problem, split)
+    if not result.plans:
+        raise _does_not_fit(problem)
+    return result
+
+
+def _search(problem: Problem, split: str) -> SearchResult:
+    """Return the best plan of every placement that fits, if any does."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
@@ -676,16 +713,95 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     planner = Planner(problem)
     placements = _placements(planner, _roles(problem), split)
     plans = [plan for plan in placements if plan is not None]
-    if not plans:
-        raise _does_not_fit(problem)
-
     plans.sort(key=lambda plan: plan.step.total)
-    counter = planner.counter
-    return SearchResult(tuple(plans), counter.layouts, counter.evaluated)
+    return SearchResult(tuple(plans), planner.counter.layouts, planner.counter.evaluated)
+
+
+SIMPLER = 0.05
+"""Share of a step below which a prediction does not justify more pipeline stages or groups across nodes.
+
+Published measurements differ from predictions by 15 % and more, and the phase model leaves out what makes
+deep pipelines slow: micro-batches of packed rows do not take equally long, so stages wait for one another.
+"""
+
+_Restricted = tuple[bool, int, Mapping[str, PlacementPlan]]
+"""Whole nodes only, largest pipeline, and the best plan of each placement under these restrictions."""
+
+
+def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
+    """Return a plan of every placement: the simplest of the nearly fastest ones; raises UserError.
+
+    Simpler is, first, a placement whose groups have whole nodes, and then one with fewer pipeline stages. A
+    plan that is not the simplest has its reasons: by how much simpler ones are slower, or that none fits.
+    """
+    fastest = search(problem, split)
+    layouts = fastest.layouts
+    evaluated = fastest.evaluated
+
+    # From the simplest search to the most general one. Whole nodes mean nothing to a job of one node.
+    deepest = max(plan.stages for plan in fastest.plans)
+    caps = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
+    caps.append(MAX_PIPELINE)
+    has_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
+    restrictions = [(has_nodes, cap) for cap in caps]
+    if has_nodes:
+        restrictions += [(False, cap) for cap in caps[:-1]]
+
+    # Stop as soon as every placement has a plan that is nearly as fast as its fastest.
+    searches: list[_Restricted] = []
+    simplest: dict[str, PlacementPlan] = {}
+    for whole_nodes, cap in restrictions:
+        restricted = _search(replace(problem, whole_nodes=whole_nodes, max_pipeline=cap), split)
+        plans = {plan.name: plan for plan in restricted.plans}
+        searches.append((whole_nodes, cap, plans))
+        layouts += restricted.layouts
+        evaluated += restricted.evaluated
+
+        for plan in fastest.plans:
+            simpler = plans.get(plan.name)
+            is_near = simpler is not None and simpler.step.total <= (1.0 + SIMPLER) * plan.step.total
+            if simpler is not None and is_near and plan.name not in simplest:
+                simplest[plan.name] = _with_reasons(simpler, whole_nodes, searches)
+        if len(simplest) == len(fastest.plans):
+            break
+
+    # A placement without a simpler plan keeps its fastest one.
+    selected = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
+    selected.sort(key=lambda plan: plan.step.total)
+    return SearchResult(tuple(selected), layouts, evaluated)
+
+
+def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
+    """Add the reasons for which a plan is no simpler, from the results of the simpler searches before it."""
+    name = plan.name
+    reasons: list[str] = []
+
+    # Plans of the same placement with fewer pipeline stages.
+    if plan.stages > 1:
+        shallower = [
+            plans[name]
+            for nodes, cap, plans in searches
+            if nodes == whole_nodes and cap < plan.stages and name in plans
+        ]
+        reasons.append(f"{plan.stages} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+
+    # Plans of the same placement whose groups have whole nodes.
+    if not whole_nodes and any(nodes for nodes, _, _ in searches):
+        aligned = [plans[name] for nodes, _, plans in searches if nodes and name in plans]
+        reasons.append(f"groups that share nodes: {_cost(plan, aligned, 'whole nodes')}")
+    return replace(plan, reasons=tuple(reasons))
+
+
+def _cost(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
+    """Describe by how much the best of the ``simpler`` plans is slower than a plan."""
+    if not simpler:
+        return f"{subject} do not fit"
+    best = min(simpler, key=lambda candidate: candidate.step.total)
+    return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
 
 
 def _does_not_fit(problem: Problem) -> UserError:
-    """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
+    """Return the error for a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
     fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)

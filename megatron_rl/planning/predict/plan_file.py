@@ -1,7 +1,7 @@
 """Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
 
-The idea: a plan is worth what its configuration is. So the numbers that are printed are predicted from the
-written configuration, by the functions that `check` uses, and not from the search.
+The idea: a plan is only as good as the configuration written for it. So the numbers that are printed are
+predicted from the written configuration, by the functions that `check` uses, and not from the search.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class _ConfigWriter:
         }
 
     def reward(self) -> dict[str, Any]:
-        """Return the reward section: a model where one is planned, else a function."""
+        """Return the reward section: a reward model if the plan has one, else a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
 
@@ -291,6 +291,11 @@ class _ConfigWriter:
         }
 
 
+def planned_settings(problem: Problem, plan: PlacementPlan, paths: Paths) -> dict[str, Any]:
+    """Return the configuration of a plan, as the mapping that is written to a file."""
+    return _ConfigWriter(problem, plan, paths).config()
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """Plan with its configuration, and the predictions that the functions of `check` derive from that."""
@@ -311,7 +316,7 @@ class PlannedRun:
 
 def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
     """Write the configuration of a plan, and return it with the predictions of a run of it."""
-    mapping = _ConfigWriter(problem, plan, paths).config()
+    mapping = planned_settings(problem, plan, paths)
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
 
@@ -387,6 +392,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
             "replicas": rollout.replicas,
             "memory_fraction": rollout.memory_fraction,
         },
+        "reasons": list(plan.reasons),
         "training_state_offloaded": any(group.offloaded for group in plan.groups),
         "one_step_off_policy": plan.step.ahead,
     }
@@ -440,6 +446,8 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
         for role, role_plan in group.plans.items():
             lines.append(_role_line(problem, role, group.gpus, role_plan))
 
+    for reason in plan.reasons:
+        lines.append(f"     why         {reason}")
     rollout = plan.rollout.layout
     state = ""
     if any(group.offloaded for group in plan.groups):

@@ -33,7 +33,8 @@ _POWERS = (1, 2, 4, 8, 16, 32)
 """Sizes tried for tensor and context parallelism."""
 _MAX_TENSOR = 8
 """Largest tensor parallelism tried in training."""
-_MAX_PIPELINE = 64
+MAX_PIPELINE = 64
+"""Largest pipeline parallelism tried."""
 _MAX_EXPERT = 256
 _MIN_CONTEXT_TOKENS = 4096
 """Smallest number of tokens of the longest row per context-parallel rank."""
@@ -95,9 +96,9 @@ def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     return [size for size in sizes if gpus % size == 0 and heads % size == 0]
 
 
-def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
-    """Return the pipeline sizes that Megatron can split the model's layers over."""
-    limit = min(model.layers, _MAX_PIPELINE)
+def _pipeline_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
+    """Return the pipeline sizes up to a limit that Megatron can split the model's layers over."""
+    limit = min(model.layers, limit)
     sizes = [size for size in divisors(gpus) if size <= limit]
     return [size for size in sizes if end_settings(model.layers, size) is not None]
 
@@ -121,6 +122,7 @@ def training_layouts(
     node: int,
     row_limit: int,
     rows: int | None = None,
+    max_pipeline: int = MAX_PIPELINE,
 ) -> Iterator[ParallelLayout]:
     """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
 
@@ -133,7 +135,7 @@ def training_layouts(
         expert_sizes = [size for size in divisors(model.experts) if size <= _MAX_EXPERT]
 
     for tensor in _tensor_choices(model, gpus, min(node, _MAX_TENSOR)):
-        for pipeline in _pipeline_choices(model, gpus // tensor):
+        for pipeline in _pipeline_choices(model, gpus // tensor, max_pipeline):
             stage_gpus = gpus // tensor // pipeline
             for context in context_sizes(row_limit):
                 if stage_gpus % context:
@@ -218,6 +220,7 @@ def training_front(
     even_stages: bool = False,
     lora: Lora | None = None,
     counter: SearchCount | None = None,
+    max_pipeline: int = MAX_PIPELINE,
 ) -> list[TrainPlan]:
     """Return the Pareto front, by time and memory, of the plans for a model on ``gpus`` GPUs.
 
@@ -235,7 +238,7 @@ def training_front(
         rows = batch.rows // batch.optimizer_steps
 
     plans: list[TrainPlan] = []
-    for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows)):
+    for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows), max_pipeline):
         # Skip layouts that the trainer does not support, or that other roles could not share.
         has_uneven_stages = model.layers % layout.pipeline > 0
         if has_uneven_stages and even_stages:

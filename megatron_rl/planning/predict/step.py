@@ -233,11 +233,11 @@ class RunStep:
 
 
 def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
-    """Return the rows of a step of a configuration.
+    """Return the number and the lengths of the rows in a step of a configuration.
 
     Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
     """
-    limit = float(config.rollout.max_response_tokens)
+    limit = float(config.rollout.response_limit)
     mean = min(stats.response or TYPICAL_SHARE * limit, limit)
     lengths = response_lengths(max(1.0, mean), limit, "variable")
 
@@ -261,7 +261,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
     )
 
 
-def _train_choice(
+def train_choice(
     config: RunConfig,
     role: str,
     layout: ParallelLayout,
@@ -367,7 +367,7 @@ def predict_run(
         if spec.head is None:
             continue
 
-        choice = _train_choice(config, role, layout, shapes[role])
+        choice = train_choice(config, role, layout, shapes[role])
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
 
         # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.

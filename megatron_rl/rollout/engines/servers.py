@@ -28,6 +28,7 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 
 
@@ -143,6 +144,7 @@ def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Call a function in a thread, since both sides of a transfer must run at the same time."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function, *arguments)
+
     # The thread ends after this call.
     executor.shutdown(wait=False)
     return future
@@ -165,7 +167,8 @@ class ServerGenerator:
     other weights, the request is sent to another one, and counted; without a remaining server it fails.
 
     At most ``most_rows`` requests are open at a time. ``client_index`` is the index of this client among all
-    sampling ranks: each begins with another server. ``on_close`` is called by `close`.
+    sampling ranks: each begins with another server. ``on_close`` is called by `close`. With ``stops``,
+    responses end at stop texts, whether the server has ended them there or not.
     """
 
     def __init__(
@@ -175,12 +178,14 @@ class ServerGenerator:
         most_rows: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
+        stops: StopTexts | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.most_rows = most_rows
         self._request_timeout = config.request_timeout
         self._client_index = client_index
         self._on_close = on_close
+        self._stops = stops
 
         self._servers: list[Server] = []
         self._weights = ""
@@ -215,6 +220,7 @@ class ServerGenerator:
         first = self._client_index % max(1, len(self._servers))
         self._in_flight = dict.fromkeys(self._servers[first:] + self._servers[:first], 0)
         self._server_of = {}
+
         try:
             yield
         finally:
@@ -229,6 +235,7 @@ class ServerGenerator:
         """Wait up to `STEP_SECONDS` for a completion; return all that have arrived."""
         if not self._open:
             return []
+
         tasks = list(self._open.values())
         self._run(asyncio.wait(tasks, timeout=STEP_SECONDS, return_when="FIRST_COMPLETED"))
 
@@ -271,6 +278,7 @@ class ServerGenerator:
             # on it would fail.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
+
         return self._session
 
     def _cancel(self, numbers: list[int]) -> None:
@@ -278,6 +286,7 @@ class ServerGenerator:
         tasks = [self._open.pop(number) for number in numbers]
         for task in tasks:
             task.cancel()
+
         if tasks:
             self._run(asyncio.wait(tasks))
 
@@ -288,6 +297,7 @@ class ServerGenerator:
             if not self._in_flight:
                 return None
             self._server_of[seed] = min(self._in_flight, key=lambda server: self._in_flight[server])
+
         return self._server_of[seed]
 
     async def _complete(self, request: GenerationRequest) -> Completion:
@@ -296,7 +306,12 @@ class ServerGenerator:
             self._in_flight[server] += 1
 
             try:
-                return await server.generate(self._client(), request, self._weights, self._request_timeout)
+                completion = await server.generate(
+                    self._client(), request, self._weights, self._request_timeout
+                )
+                if self._stops is not None:
+                    completion = self._stops.trim(request, completion)
+                return completion
             except ServerError as error:
                 if error.refuses_request:
                     break
@@ -344,6 +359,7 @@ class Lease:
                     got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
                     fix=f"remove {url}",
                 )
+
             if time.monotonic() > deadline:
                 raise UserError(
                     "a server is reserved by another run",
@@ -353,6 +369,7 @@ class Lease:
                     fix="name another server, or start this run after the other one has ended",
                 )
             time.sleep(RENEW_SECONDS / 5)
+
         self._thread.start()
 
     def _first_reserved(self) -> tuple[str, str] | None:
@@ -397,7 +414,9 @@ class Lease:
         """Release the servers. May be called twice."""
         if self._closed.is_set() or not self._thread.is_alive():
             return
+
         self._closed.set()
         self._thread.join()
+
         # A lease of zero seconds releases the server.
         self._claim_all(0.0)

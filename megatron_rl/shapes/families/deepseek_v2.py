@@ -13,11 +13,13 @@ def _structure(reader: ConfigReader) -> Fields:
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
+    # Scores are a softmax over all experts and are not renormalised over the selected ones; Megatron-Core
+    # 0.19 by default takes the softmax over the selected ones alone.
     return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
-    # Greedy routing has one group of experts; vLLM reads the keys all the same.
+    # Greedy routing has no groups of experts, but vLLM reads both keys.
     return {"n_group": 1, "topk_group": 1}
 
 

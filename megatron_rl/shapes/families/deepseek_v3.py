@@ -26,11 +26,14 @@ def _structure(reader: ConfigReader) -> Fields:
             "topk_group",
             f"half of num_experts_per_tok, {experts_per_token}",
         )
+
     return {**deepseek_structure(reader), "router_bias": True}
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
     settings = {**deepseek_megatron(config), **biased_router()}
+
+    # Moonlight and Kimi-K2 have one group, which restricts nothing.
     if (config["n_group"] or 1) > 1:
         settings["moe_router_num_groups"] = config["n_group"]
         settings["moe_router_group_topk"] = config["topk_group"]

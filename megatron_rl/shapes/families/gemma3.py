@@ -27,5 +27,7 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
+    # transformers writes the former key under a private name, next to the layer_types that replaced it.
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
+    scaled_embedding=True,
 )

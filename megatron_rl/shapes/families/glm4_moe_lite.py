@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention as DeepSeek V3 has it, experts as GLM-4.5 has them."""
+"""GLM-4.7-Flash: the latent attention of DeepSeek V3 and the experts of GLM-4.5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,33 +8,17 @@ from megatron_rl.shapes.family import (
     Family,
     Fields,
     biased_router,
+    count_dense_layers,
     deepseek_megatron,
     deepseek_structure,
+    dense_layers_first,
 )
-
-
-def _dense_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of dense layers before the first one with experts."""
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return 1
-    return types.index("sparse") if "sparse" in types else len(types)
 
 
 def _structure(reader: ConfigReader) -> Fields:
     reader.allow("norm_topk_prob", True)
     reader.allow("n_group", 1)
-
-    # vLLM reads the number of dense layers, which must come first; transformers writes a type per layer.
-    dense = _dense_layers(reader.config)
-    if "dense" in (reader.get("mlp_layer_types") or [])[dense:]:
-        reader.refuse(
-            "dense layers after one with experts are not supported",
-            "mlp_layer_types",
-            "every dense layer before the first sparse one",
-        )
-    config = {**reader.config, "first_k_dense_replace": dense}
-    fields = deepseek_structure(ConfigReader(config, reader.file, reader.errors))
+    fields = deepseek_structure(dense_layers_first(reader, 1))
     return {**fields, "router_bias": True}
 
 
@@ -45,7 +29,7 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     # Without the last two vLLM routes by softmax and leaves the router's bias out.
     return {
-        "first_k_dense_replace": _dense_layers(config),
+        "first_k_dense_replace": count_dense_layers(config, 1),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }

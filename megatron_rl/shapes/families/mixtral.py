@@ -14,5 +14,6 @@ FAMILY = Family(
     "MixtralForSequenceClassification",
     _structure,
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    # The names of Mistral's own implementation: w1 is the gate, w3 up and w2 down.
     renamed=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
 )

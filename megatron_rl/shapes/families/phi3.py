@@ -8,6 +8,7 @@ FAMILY = Family(
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
     defaults={"rms_norm_eps": 1e-5},
+    # Stored fused: query, key and value in one tensor, gate and up in another.
     renamed=(
         (".q_proj", ".qkv_proj"),
         (".k_proj", ".qkv_proj"),

@@ -4,6 +4,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 
 
 def _structure(reader: ConfigReader) -> Fields:
+    # Built into the model: Qwen2's config.json has no key for this bias.
     return {"qkv_bias": True}
 
 

@@ -19,6 +19,7 @@ def _structure(reader: ConfigReader) -> Fields:
     return {
         **delta_net_structure(reader),
         **gated_shared_expert(reader, sparse_step_layers(reader)),
+        # in_proj_qkvz and in_proj_ba store the projections of each key head together.
         "linear_interleaved": True,
     }
 

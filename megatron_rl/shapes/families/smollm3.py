@@ -16,6 +16,7 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
     if rotated is None:
         interval = config["no_rope_layer_interval"]
         rotated = [int((layer + 1) % interval != 0) for layer in range(config["num_hidden_layers"])]
+
     return {"no_rope_freq": [1 - flag for flag in rotated]}
 
 

@@ -23,9 +23,12 @@ from megatron_rl.rollout.sampling import (
     filters,
     is_greedy,
     log_prob_temperature,
+    ruled_logits,
     truncates,
 )
+from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.shapes.fused_experts import expert_tensors
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -97,6 +100,7 @@ class CachingDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
+
         self._cache = output.past_key_values
         return output.logits[:, -1]
 
@@ -105,8 +109,9 @@ class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to the names of checkpoints. ``max_model_len`` bounds a sequence,
-    prompt included. ``batch_rows`` sequences are decoded together.
+    into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
+    as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
+    together. Requests with stop texts need ``stops``.
     """
 
     def __init__(
@@ -115,9 +120,11 @@ class TorchEngine:
         *,
         model: torch.nn.Module | None = None,
         tensor_name: Callable[[str], str] = str,
+        interleaved: bool = False,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
+        stops: StopTexts | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -129,7 +136,9 @@ class TorchEngine:
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
+        self._interleaved = interleaved
         self._rank = rank
+        self._stops = stops
         # Number of a request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
 
@@ -153,9 +162,9 @@ class TorchEngine:
         pretrained = read_pretrained(Path(path) / "config.json")
         has_tensors = not (Path(path) / POINTER).is_file()
         # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
-        # model.
-        read_here = has_tensors and (pretrained.quantization is not None or pretrained.is_multimodal)
-        config = read_hf_config(path)
+        # model, or an indexer of sparse attention.
+        read_here = has_tensors and not pretrained.loads_as_stored
+        config = read_hf_config(path, of_engine=True)
         if has_tensors and not read_here:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:
@@ -167,6 +176,8 @@ class TorchEngine:
             lambda: CachingDecoder(model),
             model=model,
             tensor_name=pretrained.family.tensor_name,
+            interleaved=pretrained.family.interleaved_experts,
+            stops=StopTexts.of_model(path),
             **options,
         )
         if read_here:
@@ -208,7 +219,7 @@ class TorchEngine:
 
         # Invalid requests are completed, as failed, without a batch.
         if valid:
-            completions += _decode(self._decoder(), valid)
+            completions += _decode(self._decoder(), valid, self._stops)
         return completions
 
     def abort(self, number: int) -> None:
@@ -232,19 +243,21 @@ class TorchEngine:
         """
         if self._model is None:
             return {}
+
         storages: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             storages[name] = parameter.data
         for name, buffer in self._model.named_buffers():
             if name.endswith(".e_score_correction_bias"):
                 storages[name] = buffer
+
         return storages
 
     def boxes(self) -> list[TensorBox]:
         """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
         boxes = []
         for storage, parameter in self.parameters().items():
-            for name, tensor in _checkpoint_tensors(storage, parameter):
+            for name, tensor in _checkpoint_tensors(storage, parameter, self._interleaved):
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
@@ -275,8 +288,20 @@ class TorchEngine:
         self._model = None
 
 
-def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one."""
+def _checkpoint_tensors(
+    name: str,
+    parameter: Tensor,
+    interleaved: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
+
+    ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
+    """
+    if interleaved:
+        for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():
+            yield tensor_name, location.part(parameter)
+        return
+
     layer, separator, matrix = name.partition("mlp.experts.")
     if not separator:
         yield name, parameter
@@ -291,7 +316,11 @@ def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Ten
             yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
-def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
+def _decode(
+    decoder: Decoder,
+    requests: Sequence[GenerationRequest],
+    stops: StopTexts | None,
+) -> list[Completion]:
     """Decode all requests to their end; finished sequences leave the batch."""
     # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
@@ -299,6 +328,19 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     support: list[list[list[int]]] = [[] for _ in requests]
     finish_reasons = [FINISH_LENGTH for _ in requests]
     generators = [_generator(request.seed, request.done) for request in requests]
+    searches: list[StopSearch | None] = [None for _ in requests]
+    if stops is not None:
+        searches = [
+            stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+        ]
+
+    # Tokens of the prompt, and of the response that earlier requests have sampled.
+    prompts: list[Sequence[int]] = []
+    partial_responses: list[Sequence[int]] = []
+    for request in requests:
+        prompt_length = len(request.tokens) - request.done
+        prompts.append(request.tokens[:prompt_length])
+        partial_responses.append(request.tokens[prompt_length:])
 
     # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
@@ -306,6 +348,9 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     while active:
         sampling = [requests[row].sampling for row in active]
         active_generators = [generators[row] for row in active]
+        active_prompts = [prompts[row] for row in active]
+        responses = [[*partial_responses[row], *tokens[row]] for row in active]
+        logits = ruled_logits(logits, sampling, active_prompts, responses)
         sampled, values, masks = _sample(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
         log_prob_list = values.tolist()
@@ -321,7 +366,9 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
                 support_ids = masks[index].nonzero()[:, 0]
                 support[row].append(support_ids.tolist())
 
-            if token in request.sampling.stop_token_ids:
+            search = searches[row]
+            completes_text = search is not None and search.append(token)
+            if completes_text or token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
             elif len(tokens[row]) < request.limit:
                 unfinished.append(index)

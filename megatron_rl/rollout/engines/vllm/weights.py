@@ -25,10 +25,12 @@ from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
+from megatron_rl.shapes.families import BY_MODEL_TYPE
+from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import check_coverage
-from megatron_rl.weights.trace import merge_boxes, meta_sources, trace_copies
+from megatron_rl.weights.boxes import boxes_of_experts, check_coverage
+from megatron_rl.weights.trace import CopyRecorder, merge_boxes, meta_sources, trace_copies
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a checkpoint, by its Hugging Face name."""
@@ -170,7 +172,10 @@ class WeightMap:
     """Regions of checkpoint tensors with their storage; together they fill every other element once."""
 
     padding: Mapping[str, tuple[tuple[int, int], ...]]
-    """Vocabulary padding: parameter -> ranges [first, last) of its flattened elements. No box fills it."""
+    """Vocabulary padding: parameter -> ranges [first, last) of its flattened elements. No box fills it.
+
+    Biases that are zero on this rank, since another one adds them, are listed too.
+    """
 
 
 def trace_weights(
@@ -182,17 +187,38 @@ def trace_weights(
     """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
 
     Where the embedding is tied, a checkpoint's own ``lm_head.weight`` is read from the embedding. Raises
-    CoverageError unless every element of every parameter is written exactly once, except vocabulary padding.
+    CoverageError unless every element of every parameter is written exactly once, except vocabulary padding
+    and biases that another rank adds.
     """
     dtype = next(iter(parameters.values())).dtype
+    interleaved = _has_interleaved_experts(model)
+    if interleaved:
+        shapes = stored_shapes(shapes)
+        # vLLM's loader (0.32) reads fields of this attribute if it exists, also if it is None, as without
+        # mxfp4.
+        config: Any = model.config
+        if getattr(config, "quantization_config", {}) is None:
+            del config.quantization_config
 
-    def load(sources: Mapping[str, Tensor]) -> None:
+    sources = meta_sources(shapes, dtype)
+    recorder = CopyRecorder(sources, parameters, rank)
+    with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-
-    boxes = trace_copies(load, meta_sources(shapes, dtype), parameters, rank)
+    boxes = merge_boxes(recorder.boxes)
+    if interleaved:
+        boxes = boxes_of_experts(boxes)
     boxes = _without_tied_duplicates(boxes)
-    padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters))
+
+    # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
+    zeros = dict.fromkeys(recorder.zeroed, 0)
+    padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters) | zeros)
     return WeightMap(tuple(boxes), padding)
+
+
+def _has_interleaved_experts(model: Any) -> bool:
+    """Return whether vLLM's loader expects the experts of a layer in one tensor, as gpt-oss stores them."""
+    family = BY_MODEL_TYPE.get(getattr(getattr(model, "config", None), "model_type", ""))
+    return family is not None and family.interleaved_experts
 
 
 def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:

@@ -17,13 +17,14 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, plain_settings
+from megatron_rl.check.model.tokenizer import has_stop_texts
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
-from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
+from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters, vllm_stops
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
@@ -127,7 +128,7 @@ class VllmServer:
         """See `Server.claim`."""
         body = {"method": "claim", "args": [run, seconds]}
         answer = self.call("collective_rpc", body, POLL_SECONDS)
-        # Workers agree; the first one's result is that of the server.
+        # All workers have the same claim: the first one's result counts for the server.
         (holder, *_) = answer["results"]
         return holder
 
@@ -143,8 +144,9 @@ class VllmServer:
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
-            **vllm_parameters(request.sampling, request.limit, seed),
+            **vllm_parameters(request.sampling, request.limit, seed, request.done),
             **vllm_filters(request.sampling),
+            **vllm_stops(request.sampling),
         }
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
@@ -193,6 +195,7 @@ class VllmServer:
             float32_head=config.rollout.float32_head,
             max_model_len=longest_row(config),
             host=device.host().type,
+            tokenizer=has_stop_texts(Path(config.model.path), config.rollout),
         )
 
         # The settings that the trainer's own engine would have: transformers' and the family's.
@@ -279,6 +282,9 @@ class ServerRequirements:
     host: str
     """vLLM's name of a device without accelerator."""
 
+    tokenizer: bool = False
+    """The server ends responses at stop texts, for which it needs the model's tokenizer."""
+
     def compare(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
         """Return (expected, actual, whether they fit) by setting; ``info`` is the server's configuration."""
         # The model: as loaded, and how its log-probs are computed.
@@ -293,6 +299,8 @@ class ServerRequirements:
         # The plug-ins of this package.
         transfer = (info.get("weight_transfer_config") or {}).get("backend")
         extension = info["parallel_config"]["worker_extension_cls"]
+
+        has_tokenizer = not model["skip_tokenizer_init"]
 
         # A chunked prefill sets a request's generator back, which a generator on the host cannot do.
         chunked = info["scheduler_config"]["enable_chunked_prefill"]
@@ -313,6 +321,11 @@ class ServerRequirements:
                 f"{self.max_model_len} or more",
                 str(max_model_len),
                 max_model_len >= self.max_model_len,
+            ),
+            "skip-tokenizer-init": (
+                "false: the run ends responses at stop texts",
+                str(not has_tokenizer),
+                has_tokenizer or not self.tokenizer,
             ),
             "logprobs-mode": ("processed_logprobs", mode, mode == "processed_logprobs"),
             "enable-chunked-prefill": (

@@ -1,0 +1,275 @@
+"""Table of the health rules: what each measures, its band, and what to look at and to change when it fires.
+
+The one idea: a rule is one row of data. The run, the report, `check` and docs/health.md read the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.health import WARN
+
+# What a rule compares with its band.
+VALUE = "the value"
+FRESH = "the value, in steps without tokens of older weights"
+SUM = "the sum of the values"
+SHARE_OF_STEP = "the largest of the times as a share of the step's"
+TO_START = "the value divided by the median of the first 10 measurements"
+TO_MEDIAN = "the value divided by the median of the last 100 measurements before it"
+FALL = "the accuracy lost since its best, if the mean reward has risen since"
+
+REFERENCE = 10
+"""Measurements before `TO_START` and `TO_MEDIAN` have a reference."""
+MEDIAN_WINDOW = 100
+"""Measurements of the reference of `TO_MEDIAN`."""
+
+# Which of the step's samples show the problem.
+HIGHEST_REWARD = "those with the highest reward"
+LOWEST_EVALUATION = "answers of the evaluation set with the lowest reward"
+LONGEST = "the longest"
+TRUNCATED = "those with `finish` length"
+EQUAL_GROUPS = "those of prompts with equal rewards"
+FAILED = "those with a failed reward"
+FILTERED = "those that a filter removed"
+NO_SAMPLES = "none: look at the times"
+
+
+@dataclass(frozen=True)
+class HealthRule:
+    """Health rule: it fires while a measure of a run's metrics is outside a band.
+
+    Example: the rule ``truncation`` compares ``response/truncated_fraction`` with 0.5, and fires when five
+    consecutive steps are above.
+    """
+
+    name: str
+    """Name below `health.rules`, and of the metric ``health/NAME``."""
+    meaning: str
+    """What a firing rule means, as a clause of a warning."""
+    metrics: tuple[str, ...]
+    """Metrics that it reads; ``*`` stands for any part of a name."""
+    usual: str = ""
+    """Values of healthy runs, as text."""
+    above: float | None = None
+    """Value above which a measurement is outside the band, None for no limit."""
+    below: float | None = None
+    """Value below which a measurement is outside the band, None for no limit."""
+    steps: int = 5
+    """Consecutive measurements outside the band that start the rule, and inside that end it."""
+    measure: str = VALUE
+    """What is compared with the band: one of the constants of this module."""
+    causes: str = ""
+    """Likely causes, as text."""
+    samples: str = HIGHEST_REWARD
+    """Samples that show the problem: one of the constants of this module."""
+    change: str = ""
+    """Settings to change."""
+    act: str = WARN
+    """What happens when the rule begins to fire: ``warn`` or ``stop``."""
+
+    def is_outside(self, value: float) -> bool:
+        """Return whether a measurement is outside the band, as NaN always is."""
+        # Test for inside: every comparison with NaN is false, so NaN counts as outside.
+        is_low_enough = self.above is None or value <= self.above
+        is_high_enough = self.below is None or value >= self.below
+        return not (is_low_enough and is_high_enough)
+
+    def band(self) -> str:
+        """Return the band of healthy values as text, such as ``0.5 or more and 2 or less``."""
+        limits = []
+        if self.below is not None:
+            limits.append(f"{self.below:g} or more")
+        if self.above is not None:
+            limits.append(f"{self.above:g} or less")
+        return " and ".join(limits)
+
+
+RULES: tuple[HealthRule, ...] = (
+    # The training signal: divergence, entropy, rewards.
+    HealthRule(
+        "kl",
+        "the policy moves far away from the reference",
+        ("kl/ref",),
+        usual="0.01 to 0.1",
+        above=0.1,
+        steps=3,
+        causes="a learning rate that is too high, no penalty, or a reward that has been outwitted",
+        change="`actor.optimizer.learning_rate`, `algorithm.kl.coef`",
+    ),
+    HealthRule(
+        "entropy",
+        "the policy has nearly stopped to explore",
+        ("policy/entropy",),
+        usual="0.3 to 1.5",
+        below=0.1,
+        measure=TO_START,
+        causes="rewards for one kind of response, clipping of rare tokens, or a task that is solved",
+        samples=EQUAL_GROUPS,
+        change="`algorithm.policy_loss.clip_high`, `actor.optimizer.learning_rate`",
+    ),
+    HealthRule(
+        "clipping",
+        "the loss ignores much of what was sampled",
+        ("policy/clip_fraction",),
+        usual="0 to 0.2",
+        above=0.3,
+        steps=3,
+        causes="too many optimizer steps on one batch, or too large ones",
+        change="`batch.optimizer_steps`, `batch.epochs`, `actor.optimizer.learning_rate`",
+    ),
+    HealthRule(
+        "equal_groups",
+        "nearly no group teaches anything",
+        ("group/zero_std_fraction",),
+        usual="0 to 0.8",
+        above=0.95,
+        causes="a task that is too hard or too easy, or a reward that does not tell responses apart",
+        samples=EQUAL_GROUPS,
+        change="`algorithm.dynamic_sampling`, `data.train`, `batch.samples_per_prompt`",
+    ),
+    HealthRule(
+        "reward_spread",
+        "rewards hardly differ in the whole step",
+        ("reward/std",),
+        usual="0.1 or more",
+        below=0.01,
+        causes="a reward function that returns one value, or the reward of another scale than its bands",
+        change="`reward.function`, `reward.weight`",
+    ),
+    HealthRule(
+        "overfitting",
+        "the training reward rises while held-out accuracy falls",
+        ("reward/mean", "eval/*/accuracy"),
+        usual="0 to 0.05",
+        above=0.1,
+        steps=2,
+        measure=FALL,
+        causes="a reward that has been outwitted, too many passes over few prompts, or other data held out",
+        samples=LOWEST_EVALUATION,
+        change="`reward.function`, `data.train`, `algorithm.kl`, `evaluation.patience`",
+    ),
+    # The responses.
+    HealthRule(
+        "truncation",
+        "many responses are cut off",
+        ("response/truncated_fraction",),
+        usual="0 to 0.2",
+        above=0.5,
+        causes="a limit that is too low, or responses that never end",
+        samples=TRUNCATED,
+        change="`rollout.max_response_tokens`, `algorithm.overlong`",
+    ),
+    HealthRule(
+        "length",
+        "responses become much longer or shorter",
+        ("response/length",),
+        usual="0.8 to 1.3",
+        above=2.0,
+        below=0.5,
+        measure=TO_MEDIAN,
+        causes="a reward that length earns, a loss that favours long or short responses, or repetition",
+        samples=LONGEST,
+        change="`algorithm.aggregation`, `algorithm.overlong`, `rollout.filters.max_repetition`",
+    ),
+    HealthRule(
+        "filtered",
+        "filters remove much of what was sampled",
+        ("filtered/*",),
+        usual="0 to 0.2",
+        above=0.5,
+        steps=3,
+        measure=SUM,
+        causes="a filter that is too strict, or a policy that repeats itself",
+        samples=FILTERED,
+        change="`rollout.filters`",
+    ),
+    HealthRule(
+        "invalid",
+        "rewards fail",
+        ("reward/invalid",),
+        usual="0 to 0.01",
+        above=0.05,
+        steps=3,
+        causes="exceptions or time-outs of the reward function, or a server that does not respond",
+        samples=FAILED,
+        change="`reward.function`, `reward.timeout`; above `reward.max_invalid_fraction` the run ends",
+    ),
+    # Trainer and rollout engine.
+    HealthRule(
+        "mismatch",
+        "trainer and rollout engine compute other log-probs of the same tokens",
+        ("mismatch/abs_diff", "staleness/max"),
+        usual="a tenth of the threshold",
+        steps=1,
+        measure=FRESH,
+        causes="weights that did not arrive, another dtype or attention kernel in the engine, or "
+        "experts with other routing",
+        change="`mismatch.warn`, `hybrid_engine.verify`, `algorithm.correction`",
+    ),
+    HealthRule(
+        "staleness",
+        "tokens are old when they are learned from",
+        ("staleness/mean",),
+        usual="0 to 2",
+        above=8.0,
+        causes="sampling that is slower than training, or responses that are carried over many steps",
+        samples=LONGEST,
+        change="`asynchrony.steps_ahead`, `asynchrony.max_staleness`, `algorithm.correction`",
+    ),
+    # The machine.
+    HealthRule(
+        "idle",
+        "training or sampling waits for the other for much of a step",
+        ("time/idle_learn", "time/idle_rollout", "time/step"),
+        usual="0 to 0.3",
+        above=0.5,
+        measure=SHARE_OF_STEP,
+        causes="more ranks on one side than its work needs, or a few very long responses",
+        samples=NO_SAMPLES,
+        change="`rollout.ranks`, `actor.layout.ranks`, `rollout.oversample`",
+    ),
+    HealthRule(
+        "throughput",
+        "the run is much slower than it was",
+        ("throughput/tokens_per_second",),
+        usual="0.8 to 1.2",
+        below=0.5,
+        steps=3,
+        measure=TO_MEDIAN,
+        causes="a slow node, disk or server, another job on the machine, or shorter responses",
+        samples=NO_SAMPLES,
+        change="nothing at first: compare the times of phases, and run `python -m megatron_rl doctor`",
+    ),
+)
+"""Health rules of every run, in the order of docs/health.md."""
+
+RULE_OF: Mapping[str, HealthRule] = {rule.name: rule for rule in RULES}
+"""Name -> rule."""
+
+
+def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
+    """Return the health rules of a run: `RULES` with the configuration's changes, then the user's rules."""
+    changes = config.health.rules
+    rules: list[HealthRule] = []
+    for name in dict.fromkeys([*RULE_OF, *changes]):
+        rule = RULE_OF.get(name)
+        if name == "mismatch" and rule is not None:
+            # One threshold for the rule and the stop, which depends on the dtype.
+            rule = replace(rule, above=config.mismatch.warn)
+
+        change = changes.get(name)
+        if change is not None and not change.on:
+            continue
+        if rule is None:
+            assert change is not None and change.metric is not None, "the configuration is checked"
+            rule = HealthRule(name, f"{change.metric} is outside its band", (change.metric,))
+
+        rule = replace(rule, act=config.health.act)
+        if change is not None:
+            fields = ("above", "below", "steps", "act")
+            explicit = {field: getattr(change, field) for field in fields}
+            rule = replace(rule, **{field: value for field, value in explicit.items() if value is not None})
+        rules.append(rule)
+    return tuple(rules)

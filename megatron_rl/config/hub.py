@@ -1,0 +1,214 @@
+"""Models and data sets on the Hugging Face Hub, named ``hf://`` as huggingface_hub's own file system does.
+
+The one idea: a name is replaced by the path of its copy in the Hub's cache when a configuration is loaded, so
+that everything behind it reads local files alone. The first use pins the revision: later uses on this machine
+take the same copy without a request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.source import Origin, Section
+from megatron_rl.errors import UserError, first_line
+
+PREFIX = "hf://"
+_NAME = re.compile(
+    r"hf://(?P<data>datasets/)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<path>[^@]+))?"
+)
+_EXPECTED = "hf://ORG/NAME of a model, or hf://datasets/ORG/NAME/PATH of a data set; @REVISION after NAME"
+_WEIGHTS = "*.safetensors"
+_OMITTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "original/*", "metal/*")
+"""Files of model repositories that are never read: the same weights in other formats."""
+
+
+@dataclass(frozen=True)
+class HubCopy:
+    """Copy of a Hub repository on this machine, or of some files of it.
+
+    Example: ``hf://datasets/openai/gsm8k/main/train-*.parquet`` is ``HubCopy("openai/gsm8k", "dataset",
+    None, "main/train-*.parquet")``.
+    """
+
+    repo: str
+    """ORG/NAME."""
+    kind: str
+    """model or dataset."""
+    revision: str | None = None
+    """Branch, tag or commit; None is the default branch at the time of the first use."""
+    files: str | None = None
+    """File or pattern inside the repository; None for a complete model."""
+    reason: str = ""
+    """Why the copy on this machine is not complete."""
+
+    @property
+    def name(self) -> str:
+        """The name of the repository in a configuration."""
+        name = PREFIX
+        if self.kind == "dataset":
+            name += "datasets/"
+        name += self.repo
+        if self.revision is not None:
+            name += f"@{self.revision}"
+        return name
+
+    @property
+    def command(self) -> str:
+        """The command that downloads the copy."""
+        words = ["hf download", self.repo]
+        if self.kind == "dataset":
+            words.append("--repo-type dataset")
+        if self.revision is not None:
+            words.append(f"--revision {self.revision}")
+        if self.files is not None:
+            words.append(f'--include "{self.files}"')
+        return " ".join(words)
+
+    def path(self, snapshot: Path) -> Path:
+        """Return the path that a configuration names, below the folder of a revision."""
+        if self.files is None:
+            return snapshot
+        return snapshot / self.files
+
+
+def parse_name(name: str) -> HubCopy | None:
+    """Parse a ``hf://`` name; None if it is malformed."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    kind = "model"
+    if match["data"]:
+        kind = "dataset"
+    # A model is read whole, of a data set the named files.
+    if (kind == "dataset") != bool(match["path"]):
+        return None
+    return HubCopy(match["repo"], kind, match["revision"], match["path"])
+
+
+def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict[str, HubCopy]:
+    """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
+
+    The files of data sets and the small files of models are always downloaded, ``weights`` only if they are
+    asked for. Return the copies that are not complete on this machine, by their directories; without a
+    network such a directory does not exist. A malformed name is appended to ``errors``.
+    """
+    incomplete: dict[str, HubCopy] = {}
+    for key, leaf in list(tree.leaves()):
+        names = [leaf.value]
+        if isinstance(leaf.value, list):
+            names = leaf.value
+        if not any(_is_name(name) for name in names):
+            continue
+
+        values: list[Any] = []
+        for name in names:
+            value = name
+            copy = None
+            if _is_name(name):
+                copy = parse_name(name)
+                if copy is None:
+                    errors.append(
+                        UserError("the name on the Hub is malformed", where=key, expected=_EXPECTED, got=name)
+                    )
+            if copy is not None:
+                value = str(_local_path(copy, weights, incomplete))
+            values.append(value)
+
+        # The origin keeps the names, which the values no longer show.
+        written = ", ".join(str(name) for name in names)
+        leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {written}")
+        if isinstance(leaf.value, list):
+            leaf.value = values
+        else:
+            leaf.value = values[0]
+    return incomplete
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(PREFIX)
+
+
+def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
+    """Return the path of a copy, downloaded if necessary; note it in ``incomplete`` if it is not complete."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        snapshot = _snapshot(copy, cache, weights)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        # The last folder has the model's name, by which shipped configurations of models are found.
+        snapshot = cache / "not-downloaded" / copy.repo.split("/")[1]
+        incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
+        return copy.path(snapshot)
+
+    if copy.kind == "model" and not has_weights(snapshot):
+        incomplete[str(snapshot)] = replace(copy, reason="no weights in the cache; `train` downloads them")
+    return copy.path(snapshot)
+
+
+def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
+    """Return the folder of the pinned revision of a copy; download it if it has not been before."""
+    from huggingface_hub import snapshot_download
+
+    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
+    pins = cache / ".megatron_rl"
+    pins.mkdir(parents=True, exist_ok=True)
+    pin = pins / re.sub(r"[^\w.-]+", "_", name)
+
+    # The ranks of a node load the configuration at once: one asks the Hub, the others find its copy.
+    with _locked(pin.with_suffix(".lock")):
+        if pin.is_file():
+            snapshot = Path(pin.read_text(encoding="utf-8"))
+            if snapshot.is_dir() and (not weights or copy.kind == "dataset" or has_weights(snapshot)):
+                return snapshot
+
+        ignored: list[str] = []
+        if copy.kind == "model":
+            ignored += _OMITTED
+            if not weights:
+                ignored.append(_WEIGHTS)
+        revision = copy.revision
+        if pin.is_file():
+            # Weights of the revision whose small files were downloaded before.
+            revision = Path(pin.read_text(encoding="utf-8")).name
+        folder = snapshot_download(
+            copy.repo,
+            repo_type=copy.kind,
+            revision=revision,
+            allow_patterns=copy.files,
+            ignore_patterns=ignored,
+        )
+        temporary = pin.with_suffix(f".{os.getpid()}")
+        temporary.write_text(folder, encoding="utf-8")
+        temporary.replace(pin)
+        return Path(folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock ``path`` against the other processes of this machine while the block runs."""
+    from filelock import FileLock
+
+    with FileLock(path):
+        yield
+
+
+def has_weights(snapshot: Path) -> bool:
+    """Return whether every weight file of a model is in the folder of its revision."""
+    index = snapshot / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(snapshot.glob(_WEIGHTS))
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # `check` reads the index again, and reports what is wrong with it.
+        return True
+    return all((snapshot / file).is_file() for file in files)

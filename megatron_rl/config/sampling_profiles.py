@@ -1,0 +1,173 @@
+"""Sampling profiles by name, from the configuration or registered by Python code.
+
+The one idea: a name is replaced by the profile's settings before the configuration is parsed. So everything
+else reads plain values, and the configuration that a run saves needs none of the user's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.sections.rollout import profile_fields
+from megatron_rl.config.source import Leaf, Origin, Section
+from megatron_rl.errors import UserError, UserErrors, nearest
+from megatron_rl.user_code import import_user_module
+
+_KEY = "rollout.sampling_profile"
+
+_registered: dict[str, dict[str, Any]] = {}
+"""Name -> settings of the profiles that this process has registered."""
+
+
+def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
+    """Register a sampling profile under a name, and return its settings.
+
+    ``settings`` have the names of a profile's in `rollout.sampling_profiles`. Configurations that are loaded
+    afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles` and as the
+    task of a record. A profile of the same name in the configuration replaces it. Raises UserErrors for
+    settings that a profile does not have.
+
+    Example:
+        >>> sampling_profile("careful", temperature=0.7, top_p=0.95)
+        {'temperature': 0.7, 'top_p': 0.95}
+    """
+    names = list(profile_fields())
+    errors = []
+    for setting in settings:
+        if setting not in names:
+            close = nearest(setting, names)
+            errors.append(
+                UserError(
+                    f"a sampling profile has no setting {setting!r}",
+                    where=f"megatron_rl.sampling_profile({name!r})",
+                    expected=f"one of {', '.join(names)}",
+                    got=setting,
+                    fix=f"write {close}" if close else "remove it",
+                )
+            )
+    if errors:
+        raise UserErrors(errors)
+
+    _registered[name] = dict(settings)
+    return dict(settings)
+
+
+def name_profiles(tree: Section, errors: list[UserError]) -> None:
+    """Replace the names of sampling profiles in a configuration's tree by their settings.
+
+    `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
+    for overrides of the command line. Registered profiles become profiles of the tasks with their names.
+    """
+    if _registered:
+        # Records may name a registered profile although the configuration says nothing of the rollout.
+        tree.children.setdefault("rollout", Section())
+    rollout = tree.children.get("rollout")
+    names = _profile_names(rollout)
+    if not isinstance(rollout, Section) or (not names and not _registered):
+        return
+
+    # Files first: they register the profiles.
+    for key, leaf in names.items():
+        location, _, _ = leaf.value.rpartition(":")
+        if location:
+            try:
+                import_user_module(location, key)
+            except UserErrors as raised:
+                errors += raised.errors
+            except UserError as error:
+                errors.append(error)
+
+    profiles = _with_registered(rollout)
+    whole_run = rollout.children.pop("sampling_profile", None)
+    available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    for name, node in profiles.children.items():
+        key = f"rollout.sampling_profiles.{name}"
+        if key in names:
+            assert isinstance(node, Leaf)
+            profiles.children[name] = _profile(node, key, available, errors)
+
+    if isinstance(whole_run, Leaf) and _KEY in names:
+        profile = _profile(whole_run, _KEY, available, errors)
+        for setting, node in profile.children.items():
+            # An override is meant for this run, whatever profile its files take.
+            present = rollout.children.get(setting)
+            if present is None or not _is_override(present):
+                rollout.children[setting] = node
+    elif whole_run is not None:
+        rollout.children["sampling_profile"] = whole_run
+
+
+def _profile_names(rollout: Any) -> dict[str, Leaf]:
+    """Return the leaves of the rollout section that name a profile, by their keys."""
+    if not isinstance(rollout, Section):
+        return {}
+
+    nodes = {_KEY: rollout.children.get("sampling_profile")}
+    profiles = rollout.children.get("sampling_profiles")
+    if isinstance(profiles, Section):
+        for name, node in profiles.children.items():
+            nodes[f"rollout.sampling_profiles.{name}"] = node
+
+    return {
+        key: node for key, node in nodes.items() if isinstance(node, Leaf) and isinstance(node.value, str)
+    }
+
+
+def _with_registered(rollout: Section) -> Section:
+    """Add the registered profiles to `rollout.sampling_profiles`, and return that section."""
+    profiles = rollout.children.get("sampling_profiles")
+    if not isinstance(profiles, Section):
+        profiles = Section()
+
+    for name, settings in _registered.items():
+        origin = Origin("derived", "registered by megatron_rl.sampling_profile")
+        profiles.children.setdefault(name, _node(settings, origin))
+    if profiles.children:
+        rollout.children["sampling_profiles"] = profiles
+    return profiles
+
+
+def _profile(
+    leaf: Leaf,
+    key: str,
+    available: Mapping[str, Section],
+    errors: list[UserError],
+) -> Section:
+    """Return the profile that a leaf names; append an error and return an empty one if it is unknown."""
+    location, _, name = leaf.value.rpartition(":")
+    if name in available:
+        return available[name]
+
+    # The error of a file that cannot be imported says enough.
+    if not any(error.where == key for error in errors):
+        close = nearest(name, list(available))
+        fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
+        if location:
+            fix = f"call megatron_rl.sampling_profile({name!r}, ...) in {location}"
+        if close:
+            fix = f"did you mean {close!r}?"
+        errors.append(
+            UserError(
+                f"there is no sampling profile {name!r}",
+                where=key,
+                expected=f"one of {', '.join(available) or 'rollout.sampling_profiles, which has none'}",
+                got=leaf.value,
+                fix=fix,
+            )
+        )
+    return Section(origin=leaf.origin)
+
+
+def _is_override(node: Leaf | Section) -> bool:
+    """Return whether the command line wrote a node, or a part of it."""
+    if isinstance(node, Leaf):
+        return node.origin.kind == "override"
+    return any(leaf.origin.kind == "override" for _, leaf in node.leaves())
+
+
+def _node(value: Any, origin: Origin) -> Leaf | Section:
+    """Return the node of a plain value."""
+    if isinstance(value, Mapping):
+        return Section({str(key): _node(inner, origin) for key, inner in value.items()}, origin)
+    return Leaf(list(value) if isinstance(value, tuple) else value, origin)

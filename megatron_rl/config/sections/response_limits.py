@@ -1,0 +1,137 @@
+"""Limits of responses: a number, a table by prompt length, or `auto`.
+
+The one idea: everything that reserves memory or positions reads the largest limit, and everything that
+samples reads the limit of one prompt. Both follow from the same value of `max_response_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.sections.bounds import MOST_TOKENS, TOKENS
+from megatron_rl.config.setting import setting
+from megatron_rl.error_forms import out_of_range
+from megatron_rl.errors import UserError
+
+AUTO = "auto"
+MORE = "more"
+"""Key of a table for the prompts that are longer than its other keys."""
+
+ResponseLimit = int | str | dict[str, Any]
+"""Value of `max_response_tokens`: a number, `AUTO`, or a table from prompt tokens to response tokens."""
+
+
+@dataclass(frozen=True)
+class AutoLimitConfig:
+    """Limits with `max_response_tokens: auto`: a quantile of earlier lengths, times a margin, between bounds.
+
+    Lengths count by task and by prompt length, in classes up to 1, 2, 4, 8, ... tokens. A response that was
+    cut off counts with the length at which it was, so that a limit that cuts off many grows. The first
+    responses of a class, and all responses of evaluations, have the largest limit.
+    """
+
+    at_most: int = setting(1024, "Largest limit, which memory and positions are reserved for.", **TOKENS)
+    at_least: int = setting(16, "Smallest limit.", **TOKENS)
+    quantile: float = setting(
+        0.95,
+        "Share of the earlier responses that were not longer than the length which the limit follows.",
+        more_than=0,
+        at_most=1,
+    )
+    margin: float = setting(1.5, "Factor of the limit to that length.", at_least=1, at_most=100)
+    window: int = setting(
+        512,
+        "Number of latest responses of a class that count.",
+        unit="responses",
+        at_least=1,
+        at_most=MOST_TOKENS,
+    )
+    responses: int = setting(
+        64,
+        "Number of responses of a class before its limit follows them.",
+        unit="responses",
+        at_least=1,
+        at_most=MOST_TOKENS,
+    )
+
+
+def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
+    """Return the valid rows of a table, by prompt tokens; None is `MORE`.
+
+    Example:
+        >>> table_rows({"more": 1024, "64": 32, "512": 256})
+        [(64, 32), (512, 256), (None, 1024)]
+    """
+    rows = [(int(key), limit) for key, limit in table.items() if key.isdecimal() and _is_limit(limit)]
+    ordered: list[tuple[int | None, int]] = [*sorted(rows)]
+    if _is_limit(table.get(MORE)):
+        ordered.append((None, table[MORE]))
+    return ordered
+
+
+def largest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
+    """Return the largest number of tokens of any response; 1 for a table without a valid row."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        return auto.at_most
+    return max((limit for _, limit in table_rows(value)), default=1)
+
+
+def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
+    """Return the smallest limit that a prompt can have."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        return min(auto.at_least, auto.at_most)
+    return min((limit for _, limit in table_rows(value)), default=1)
+
+
+def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig) -> int:
+    """Return the limit of the responses to a prompt, the largest one with `AUTO`.
+
+    Example:
+        >>> [prompt_limit({"64": 32, "more": 256}, tokens, AutoLimitConfig()) for tokens in (64, 65)]
+        [32, 256]
+    """
+    if isinstance(value, dict):
+        for most_tokens, limit in table_rows(value):
+            if most_tokens is None or prompt_tokens <= most_tokens:
+                return limit
+    return largest_limit(value, auto)
+
+
+def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> Iterator[UserError]:
+    """Yield the errors for a table of limits at ``path``, for prompts of up to ``longest_prompt`` tokens."""
+    example = f"write {path.rpartition('.')[2]}: {{64: 64, 512: 256, more: 1024}}"
+    for key, limit in table.items():
+        if key != MORE and not (key.isdecimal() and int(key) > 0):
+            yield UserError(
+                f"`{path}` has the key {key!r}, which is not a prompt length",
+                where=f"{path}.{key}",
+                expected=f"numbers of prompt tokens, and `{MORE}` for longer prompts",
+                got=repr(key),
+                fix=example,
+            )
+        elif not _is_limit(limit):
+            expected = f"an integer, 1 or more and at most {MOST_TOKENS}"
+            yield out_of_range(f"{path}.{key}", limit, expected, fix=example)
+
+    # A prompt that no row is for would have no limit.
+    rows = table_rows(table)
+    if MORE not in table and (not rows or (rows[-1][0] or 0) < longest_prompt):
+        longest_row = rows[-1][0] if rows else 0
+        yield UserError(
+            f"`{path}` has no limit for the longest prompts",
+            where=path,
+            expected=f"a row `{MORE}`, or one for data.max_prompt_tokens = {longest_prompt}",
+            got=f"rows up to {longest_row} tokens",
+            fix=f"add {MORE}: 1024 to it",
+        )
+
+
+def _is_limit(value: Any) -> bool:
+    # YAML's true is an int in Python.
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS

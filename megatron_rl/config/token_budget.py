@@ -1,0 +1,173 @@
+"""Tokens of a micro-batch from a share of the GPU's memory, `batch.memory_target`.
+
+The one idea: a pass needs its resident bytes plus bytes per token of its largest micro-batch. `check`
+estimates both, so a run has a budget before its first step. Each step then measures both, as maxima over all
+ranks, so every rank computes the same next budget without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_rl.config.budget import SYNC_CONNECTIONS, memory_plan, rank_memory
+from megatron_rl.config.derive import batch_plan, microbatch_bounds
+from megatron_rl.config.placement import role_layout, sleeping_ranks
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.setting import with_value
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+_GIB = 2**30
+_PASSES = ("score", "learn")
+"""Phases with passes over micro-batches."""
+_SMALLEST_RISE = 1.1
+"""Rises below this factor are not worth other micro-batches in every step: measured peaks vary."""
+_LARGEST_RISE = 2.0
+"""Factor by which a budget may rise in a step: a small micro-batch predicts a much larger one badly."""
+
+
+def estimated_tokens(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], shapes: Mapping[str, ModelShape]
+) -> tuple[int, str]:
+    """Return the most tokens per micro-batch whose estimated memory is within the target, and the reason.
+
+    ``config`` is resolved, with ``memory_target`` and ``gpu_memory_gib``; ``shapes`` as for `memory_plan`.
+    """
+    target = config.batch.memory_target
+    gib = config.gpu_memory_gib
+    assert target is not None and gib is not None, "checked before"
+    allowed = target * gib * _GIB
+    bounds = microbatch_bounds(config, role_layout(config.actor.layout, "actor.layout"))
+    min_tokens = bounds.row_tokens
+    max_tokens = max(min_tokens, bounds.share)
+
+    # Few kinds of ranks are distinct, and connections of a weight sync do not depend on micro-batches.
+    asleep = frozenset[int]()
+    batch = None
+    if config.job == TRAIN:
+        asleep = sleeping_ranks(layouts)
+        batch = batch_plan(config, layouts)
+    plans = memory_plan(config, layouts, shapes, batch)
+    connections = [item for plan in plans for item in plan.items if item.name == SYNC_CONNECTIONS][:1]
+
+    def estimate(tokens: int) -> float:
+        candidate = with_value(config, "batch.tokens_per_microbatch", tokens)
+        batch = None
+        if config.job == TRAIN:
+            batch = batch_plan(candidate, layouts)
+        ranks = [
+            rank_memory(candidate, layouts, shapes, batch, plan.rank, asleep, connections) for plan in plans
+        ]
+        return max(rank.total(phase) for rank in ranks for phase in _PASSES)
+
+    unit = f"{target:.0%} of {gib:g} GiB"
+    smallest_peak = estimate(min_tokens)
+    if smallest_peak > allowed:
+        return min_tokens, (
+            f"the longest row has {min_tokens} tokens; it is estimated to need "
+            f"{smallest_peak / _GIB:.1f} GiB, more than {unit}"
+        )
+    if estimate(max_tokens) <= allowed:
+        share = "a mini-batch"
+        if bounds.microbatches > 1:
+            share = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
+        return max_tokens, f"{share} is estimated within {unit}"
+
+    # The largest number within the target: ``low`` fits, ``high`` does not.
+    low = min_tokens
+    high = max_tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        if estimate(middle) <= allowed:
+            low = middle
+        else:
+            high = middle
+    return low, f"estimated to fill {unit}"
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Tokens per micro-batch of a run with a memory target, from one step to the next.
+
+    Example: 8,192 tokens, estimated for 0.92 of a GPU with 80 GiB::
+
+        TokenBudget(tokens=8192, min_tokens=2048, max_tokens=65536, allowed=0.92 * 80 * 2**30, estimate=8192)
+    """
+
+    tokens: int
+    """Largest number of tokens of a micro-batch in the next step."""
+    min_tokens: int
+    """Tokens of the longest row."""
+    max_tokens: int
+    """Tokens that a micro-batch can use, or that a pass did not run out of memory with."""
+    allowed: float
+    """Bytes of a GPU that may be occupied."""
+    estimate: int
+    """Tokens that `estimated_tokens` returned."""
+
+    def after_step(self, resident: float | None, per_token: float | None, split: float | None) -> TokenBudget:
+        """Return the budget of the next step from the measurements of one, maxima over all ranks.
+
+        ``resident``: bytes when a pass began; ``per_token``: bytes that it added per token of its largest
+        micro-batch; None where no pass was measured. ``split``: tokens of the micro-batches of passes that
+        ran out of memory and were repeated, None without any.
+
+        Example:
+            >>> budget = TokenBudget(4096, min_tokens=512, max_tokens=65536, allowed=80e9, estimate=4096)
+            >>> budget.after_step(resident=20e9, per_token=10e6, split=None).tokens
+            6000
+        """
+        # Never again as large as a micro-batch that did not fit.
+        max_tokens = self.max_tokens
+        if split is not None:
+            max_tokens = max(self.min_tokens, min(max_tokens, int(split)))
+
+        tokens = self.tokens
+        if resident is not None and per_token:
+            fitting = int((self.allowed - resident) / per_token)
+            if fitting < tokens or fitting >= _SMALLEST_RISE * tokens:
+                tokens = min(fitting, int(_LARGEST_RISE * tokens))
+        return replace(self, tokens=max(self.min_tokens, min(tokens, max_tokens)), max_tokens=max_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for a checkpoint."""
+        return asdict(self)
+
+    def restored(self, saved: Mapping[str, Any] | None) -> TokenBudget:
+        """Return the budget of a checkpoint, or this one if another configuration has saved that one.
+
+        A run on other GPUs, in another layout or with another target has another estimate or another limit.
+        """
+        if saved is None:
+            return self
+        budget = TokenBudget(**saved)
+        is_comparable = (budget.estimate, budget.min_tokens, budget.allowed) == (
+            self.estimate,
+            self.min_tokens,
+            self.allowed,
+        )
+        return budget if is_comparable else self
+
+
+def initial_budget(config: RunConfig) -> TokenBudget | None:
+    """Return the budget of the first step of a run, None without `batch.memory_target`.
+
+    ``config`` is resolved: its tokens per micro-batch are those of `estimated_tokens`.
+    """
+    target = config.batch.memory_target
+    if target is None:
+        return None
+
+    tokens = config.batch.tokens_per_microbatch
+    assert tokens is not None and config.gpu_memory_gib is not None, "the configuration is resolved"
+
+    bounds = microbatch_bounds(config, role_layout(config.actor.layout, "actor.layout"))
+    return TokenBudget(
+        tokens=tokens,
+        min_tokens=bounds.row_tokens,
+        max_tokens=max(bounds.row_tokens, bounds.share),
+        allowed=target * config.gpu_memory_gib * _GIB,
+        estimate=tokens,
+    )

@@ -1,0 +1,292 @@
+"""Rules that changed the logits before sampling, applied to tiles of the trainer's logits.
+
+A rule depends on the row and on the position in it, never on the weights, and a row's selected tokens follow
+one another. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed row by
+row, in place.
+
+Definitions are vLLM's, in its order: a bias is added to the logits, `BANNED` to the logits of banned tokens;
+the repetition penalty divides the positive logits of earlier tokens, prompt included, and multiplies the
+others; frequency and presence penalty are subtracted from the logits of earlier tokens of the response.
+Temperature and filters follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_rl.types import BANNED, LogitRules, SamplingParameters
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Penalties of one row, with the tokens that they count.
+
+    Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
+    before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
+    """
+
+    tokens: Tensor
+    """[m] int64 token ids of the row."""
+    before: Tensor
+    """[count] int64 number of the row's tokens before each of its selected tokens."""
+    prompt_tokens: int
+    """Number of tokens before the response."""
+    repetition: float
+    """Divisor of positive logits, and factor of others, of all earlier tokens."""
+    presence: float
+    """Value that is subtracted from the logits of earlier tokens of the response."""
+    frequency: float
+    """Value that is subtracted for each occurrence in the response."""
+
+    def apply(
+        self,
+        logits: Tensor,
+        items: slice,
+        start: int,
+        slope: Tensor | None,
+    ) -> None:
+        """Change the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+
+        ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
+        """
+        before = self.before[items]
+        columns = self.tokens - start
+        if self.repetition != 1:
+            is_earlier = _counts(columns, before, logits) > 0
+            factor = torch.full_like(logits, self.repetition)
+            factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~is_earlier, 1.0)
+            logits.mul_(factor)
+            if slope is not None:
+                slope.mul_(factor)
+
+        if self.presence != 0 or self.frequency != 0:
+            counts = _counts(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
+            logits.sub_(counts.sign() * self.presence).sub_(counts.mul_(self.frequency))
+
+
+def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    """Count the tokens before each position by column: [n, V / tp] in the type of ``logits`` [n, V / tp].
+
+    ``columns`` [m] are the tokens' columns, outside the range for tokens of other shards; ``before`` [n]
+    ascending is the number of tokens before each position.
+    """
+    # A token counts from the first position after it on. An extra row and an extra column collect tokens
+    # after the last position and tokens of other shards.
+    rows, width = logits.shape
+    index = torch.arange(len(columns), device=columns.device)
+    first = torch.searchsorted(before, index, right=True)
+    column = torch.where((columns >= 0) & (columns < width), columns, width)
+
+    counts = logits.new_zeros(rows + 1, width + 1)
+    counts.index_put_((first, column), counts.new_ones(()), accumulate=True)
+    return counts[:rows, :width].cumsum(0)
+
+
+@dataclass(frozen=True)
+class RepeatedNgrams:
+    """Tokens that would repeat an n-gram of one row, position by position.
+
+    Example, for a row with 2 selected tokens, where the second must not be token 7:
+    ``RepeatedNgrams(items=[1], tokens=[7], offsets=[0, 0, 1])``.
+    """
+
+    items: Tensor
+    """[p] int64, ascending: index of the selected token that must not be the token beside it."""
+    tokens: Tensor
+    """[p] int64 token ids; one may be there twice for a selected token."""
+    offsets: numpy.ndarray
+    """[count + 1] index of each selected token's first pair, on the host: slicing reads no device."""
+
+    def ban(self, logits: Tensor, items: slice, start: int) -> None:
+        """Ban the tokens from the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+
+        ``start`` is the token id of the first column.
+        """
+        first, last = self.offsets[[items.start, items.stop]].tolist()
+        if first == last:
+            return
+
+        # Columns of other shards get 0, as in `_add_bias`.
+        columns = self.tokens[first:last] - start
+        is_here = (columns >= 0) & (columns < logits.shape[1])
+        values = torch.where(is_here, BANNED, 0.0).to(logits.dtype)
+        index = (self.items[first:last] - items.start, columns.clamp(0, logits.shape[1] - 1))
+        logits.index_put_(index, values, accumulate=True)
+
+
+def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
+    """Return the tokens that would repeat an n-gram of a row, n being ``size`` of 2 or more.
+
+    ``tokens`` [m] is the row, and ``index`` [count] the ascending positions of its selected tokens.
+    """
+    row = tokens.numpy()
+    positions = index.numpy()
+    if len(row) < size:
+        no_pairs = torch.empty(0, dtype=torch.int64)
+        return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
+
+    # Window w has the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get one number.
+    windows = numpy.lib.stride_tricks.sliding_window_view(row[:-1], size - 1)
+    _, numbers = numpy.unique(windows, axis=0, return_inverse=True)
+
+    # In the order of numbers, then of windows, the earlier windows equal to one are directly before it.
+    order = numpy.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    rank = numpy.arange(len(order)) - numpy.searchsorted(ordered, ordered)
+    place = numpy.empty_like(order)
+    place[order] = numpy.arange(len(order))
+
+    # Pairs of a selected token's window and each earlier equal one, whose next token is banned.
+    selected_windows = positions - (size - 1)
+    has_window = selected_windows >= 0
+    places = place[selected_windows[has_window]]
+    counts = numpy.zeros(len(positions), numpy.int64)
+    counts[has_window] = rank[places]
+    offsets = numpy.concatenate(([0], counts.cumsum()))
+
+    items = numpy.repeat(numpy.arange(len(positions)), counts)
+    first_places = numpy.zeros(len(positions), numpy.int64)
+    first_places[has_window] = places - rank[places]
+    earlier = order[first_places[items] + numpy.arange(offsets[-1]) - offsets[items]]
+    banned = row[earlier + size - 1].astype(numpy.int64)
+    return RepeatedNgrams(torch.from_numpy(items), torch.from_numpy(banned), offsets)
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """Rules of one row of a micro-batch.
+
+    Example, for 5 selected tokens whose first 2 must not be a stop token:
+    ``RowRules(first=10, count=5, no_stop=2, bias_ids=[], bias=[], stop_ids=[7])``.
+    """
+
+    first: int
+    """Index of the row's first selected token among the selected tokens of the micro-batch."""
+    count: int
+    """Number of the row's selected tokens."""
+    no_stop: int
+    """Number of these tokens, from the first on, that must not be a stop token."""
+    bias_ids: Tensor
+    """[k] int64 token ids with a bias."""
+    bias: Tensor
+    """[k] float32 value that is added to each of these tokens' logits."""
+    stop_ids: Tensor
+    """[s] int64 stop tokens, empty without a minimum length."""
+    penalties: Penalties | None = None
+    """Penalties of earlier tokens, None without."""
+    ngrams: RepeatedNgrams | None = None
+    """Tokens that would repeat an n-gram, None where it may."""
+
+
+def build_row_rules(
+    rules: Sequence[LogitRules | None],
+    lengths: Tensor,
+    tokens: Tensor,
+    selected: Tensor,
+) -> tuple[RowRules, ...] | None:
+    """Return the rules of a micro-batch in host memory, None if none of its rows has any.
+
+    ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
+    [n] the ascending positions of the selected tokens among them.
+    """
+    if all(row is None for row in rules):
+        return None
+
+    ends = lengths.cumsum(0)
+    bounds = torch.searchsorted(selected, torch.stack((ends - lengths, ends)))
+    tensors: dict[SamplingParameters, tuple[Tensor, Tensor, Tensor]] = {}
+    row_rules = []
+    for row, rule in enumerate(rules):
+        first = int(bounds[0, row])
+        count = int(bounds[1, row]) - first
+        if rule is None or not count:
+            continue
+
+        # Tensors that rows share are copied to the device once.
+        sampling = rule.sampling
+        if sampling not in tensors:
+            tensors[sampling] = _rule_tensors(sampling)
+
+        # A token at the index i of its row has i - prompt_tokens tokens of the response before it.
+        end = int(ends[row])
+        begin = end - int(lengths[row])
+        index = selected[first : first + count] - begin
+        no_stop = int((index < rule.prompt_tokens + sampling.min_response_tokens).sum())
+        penalties = None
+        if sampling.has_penalties:
+            penalties = Penalties(
+                tokens[begin:end],
+                index,
+                rule.prompt_tokens,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
+        ngrams = None
+        if sampling.no_repeat_ngram_size:
+            ngrams = repeated_ngrams(tokens[begin:end], index, sampling.no_repeat_ngram_size)
+        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties, ngrams))
+    return tuple(row_rules)
+
+
+def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids and values of the biases, and the stop tokens if a minimum length bans them."""
+    ids = [token for token, _ in sampling.logit_bias]
+    values = [value for _, value in sampling.logit_bias]
+    stop_ids = sampling.stop_token_ids
+    if not sampling.min_response_tokens:
+        stop_ids = ()
+    return (
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(values, dtype=torch.float32),
+        torch.tensor(stop_ids, dtype=torch.int64),
+    )
+
+
+def scales_logits(rules: Sequence[RowRules]) -> bool:
+    """Return whether the derivative of a rule is not 1: a repetition penalty is a factor of the logits."""
+    return any(row.penalties is not None and row.penalties.repetition != 1 for row in rules)
+
+
+def apply_rules(
+    rules: Sequence[RowRules],
+    logits: Tensor,
+    begin: int,
+    start: int,
+    slope: Tensor | None = None,
+) -> None:
+    """Apply the rules to the logits [n, columns] of the selected tokens from ``begin`` on, in place.
+
+    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
+    """
+    for row in rules:
+        first = max(row.first - begin, 0)
+        last = min(row.first + row.count - begin, len(logits))
+        if first >= last:
+            continue
+        _add_bias(logits[first:last], row.bias_ids - start, row.bias)
+
+        last_no_stop = min(row.first + row.no_stop - begin, last)
+        if last_no_stop > first:
+            banned = torch.full_like(row.stop_ids, BANNED, dtype=torch.float32)
+            _add_bias(logits[first:last_no_stop], row.stop_ids - start, banned)
+
+        items = slice(first + begin - row.first, last + begin - row.first)
+        if row.ngrams is not None:
+            row.ngrams.ban(logits[first:last], items, start)
+        if row.penalties is not None:
+            row_slope = None if slope is None else slope[first:last]
+            row.penalties.apply(logits[first:last], items, start, row_slope)
+
+
+def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
+    """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], without the columns of other shards."""
+    # Add 0 to columns of other shards: dropping them would read the number of the others from the device.
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    values = torch.where(is_here, bias, 0.0).to(logits.dtype)
+    logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), values.expand(len(logits), -1))

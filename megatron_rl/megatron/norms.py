@@ -1,0 +1,105 @@
+"""Norms that Megatron's layer specs do not have: after attention and MLP, and over all heads of attention.
+
+A norm over all heads needs one number per token from every tensor-parallel rank, the sum of squares of its
+heads. Everything else about it is local.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_rl.distributed import device
+from megatron_rl.megatron.layers import RmsNorm
+
+
+class AllHeadsNorm(nn.Module):
+    """RMS norm (Zhang & Sennrich 2019) over the heads of all tensor-parallel ranks together, in float32.
+
+    ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
+    heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
+    the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
+    completes gradients that each rank computes for its own heads alone.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        head_dim: int,
+        group: Any,
+    ) -> None:
+        super().__init__()
+        ranks = group.size()
+        self.eps = config.layernorm_epsilon
+        self.group = group
+        self.heads = heads
+        self.first = group.rank() * heads // ranks
+        self.local_heads = max(1, heads // ranks)
+        # Ranks that have the same head, when there are fewer heads than ranks.
+        self.copies = ranks * self.local_heads // heads
+        weight = torch.ones(heads * head_dim, dtype=config.params_dtype, device=device.device())
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalised heads [T, 1, local heads, head_dim], in their dtype.
+
+        Collective over the tensor-parallel group.
+        """
+        heads = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        squares = heads.square().sum(dim=(-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            # Summed over ranks in the backward pass too: the outputs of each rank depend on the sum.
+            squares = mappings.reduce_from_tensor_model_parallel_region(squares, self.group)
+            squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group) / self.copies
+
+        scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
+        weight = self.weight.view(self.heads, -1).narrow(0, self.first, self.local_heads)
+        return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
+
+
+def prepare_whole_norms(chunk: Any) -> None:
+    """Replace the norms of queries and keys of a GPTModel chunk by norms over all heads.
+
+    Source: Team OLMo, arXiv 2501.00656, section 3.1.
+    """
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        config = attention.config
+        group = attention.pg_collection.tp
+        heads = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
+        for name, count in heads.items():
+            setattr(attention, name, AllHeadsNorm(config, count, config.kv_channels, group))
+
+
+def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
+    """Add a norm after each output projection of a GPTModel chunk of Megatron's plain layers.
+
+    It is the projection's ``post_layernorm``. Without ``pre_norms`` the norms before attention and MLP are
+    removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
+    """
+    config = chunk.config
+    for layer in chunk.decoder.layers:
+        for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+            projection.register_forward_hook(_norm_output)
+
+        if not pre_norms:
+            layer.input_layernorm = IdentityOp()
+            layer.pre_mlp_layernorm = IdentityOp()
+            # Recomputing a norm frees its output, which would now be the residual stream.
+            layer.recompute_input_layernorm = False
+            layer.recompute_pre_mlp_layernorm = False
+
+
+def _norm_output(
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
+    return module.post_layernorm(output[0]), output[1]

@@ -1,0 +1,317 @@
+"""Passes of a role over the micro-batches of a batch: measure their memory, repeat one that ran out of it.
+
+The one idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one
+fails. In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the
+last micro-batch and the reduction. In all other layouts the rank that fails reports it, and ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import gather_objects, max_over_ranks
+from megatron_rl.errors import first_line
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.metrics import Metrics
+
+_LISTED_TENSORS = 5
+"""Tensors that a report lists, the largest first."""
+_MODEL_SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+"""Parallel sizes whose ranks exchange activations or experts inside a pass."""
+
+SPLIT_PASSES = "memory/split_passes"
+"""Metric: passes of a step that were repeated in smaller micro-batches."""
+SPLIT_TOKENS = "memory/split_tokens"
+"""Metric: largest number of tokens of a micro-batch in the repeated passes."""
+RESIDENT_BYTES = "memory/pass_resident_bytes"
+"""Metric: bytes that tensors, CUDA, NCCL and other processes occupied when a pass began."""
+BYTES_PER_TOKEN = "memory/pass_bytes_per_token"
+"""Metric: bytes that a pass added at its peak, per token of its largest micro-batch."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Description of a pass that ran out of memory on one rank.
+
+    Example: ``Shortage("actor", 3, 8192, "CUDA out of memory. ...", ("gradients [1000] float32, 4 kB",), "it
+    was repeated once already")``.
+    """
+
+    role: str
+    """Role whose pass it was, by its configuration path."""
+    rank: int
+    """Rank that had too little memory."""
+    tokens: int
+    """Largest number of tokens of a micro-batch."""
+    message: str
+    """First line of PyTorch's error."""
+    tensors: tuple[str, ...]
+    """The largest tensors that existed on the device, as text."""
+    reason: str = ""
+    """Why the pass was not repeated (again)."""
+
+
+class OutOfMemory(RuntimeError):
+    """Pass that ran out of memory and cannot be repeated; ``shortage`` describes it."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(f"{shortage.role} on rank {shortage.rank}: {shortage.message}")
+        self.shortage = shortage
+
+
+class _VotedAgainst(RuntimeError):
+    """Signal of the vote that ends a pass on the ranks where it succeeded."""
+
+
+class PassGuard:
+    """Guard of the passes of one role on this rank.
+
+    ``role``: configuration path of the role, for reports.
+    ``measures``: whether the memory of passes is measured for `batch.memory_target`.
+    """
+
+    def __init__(self, role: str, model: ParallelModel, *, measures: bool = False) -> None:
+        self.role = role
+        self.model = model
+        self.measures = measures
+        self._maxima: dict[str, float] = {}
+
+        # State of the current pass.
+        self._budget = 0
+        self._microbatch_tokens = 0
+        self._reading: device.MemoryReading | None = None
+        self._obstacle: str | None = None
+        self._shortage: Shortage | None = None
+        self._voted = False
+        self._vote = torch.zeros(2, dtype=torch.int64)
+
+    def run(
+        self,
+        compute: Callable[[int], Result],
+        budget: int,
+        unit_tokens: int,
+        *,
+        clear: Callable[[], None] | None = None,
+    ) -> Result:
+        """Return ``compute(budget)``, repeated once with smaller micro-batches if it runs out of memory.
+
+        ``budget`` is the largest number of tokens of a micro-batch, and ``unit_tokens`` that of a unit of
+        rows, which cannot be split; both are equal on all ranks of the role. ``clear`` zeroes the gradients
+        of a training pass. The second pass gives the same result as a first pass with its micro-batches
+        would have. Raises OutOfMemory. Collective over the role's ranks.
+        """
+        self._obstacle = obstacle(self.model, trains=clear is not None)
+        if self._obstacle is not None:
+            result, _ = self._attempt(compute, budget)
+            return result
+
+        generators = device.generator_states()
+        result, failed = self._attempt(compute, budget)
+        if not failed:
+            return result
+
+        # All ranks of the role are here, with the same vote: half of the largest micro-batch of any of them.
+        microbatch_tokens = min(budget, int(self._vote[1]) or budget)
+        smaller_budget = max(unit_tokens, microbatch_tokens // 2)
+        if microbatch_tokens <= unit_tokens:
+            self._raise_on_all_ranks("each micro-batch is one row already")
+
+        self._discard_pass(clear)
+        device.set_generator_states(generators)
+        result, failed = self._attempt(compute, smaller_budget)
+        if failed:
+            self._raise_on_all_ranks(
+                f"it was repeated once already, after micro-batches of up to {microbatch_tokens:,} tokens"
+            )
+
+        self._maxima[SPLIT_PASSES] = self._maxima.get(SPLIT_PASSES, 0.0) + 1
+        self._record(SPLIT_TOKENS, smaller_budget)
+        return result
+
+    def _attempt(self, compute: Callable[[int], Result], budget: int) -> tuple[Any, bool]:
+        """Return the result of a pass, and whether any rank ran out of memory."""
+        self._budget = budget
+        self._microbatch_tokens = 0
+        self._voted = False
+        self._shortage = None
+        try:
+            return compute(budget), False
+        except torch.OutOfMemoryError as error:
+            shortage = Shortage(
+                self.role, device.rank(), budget, first_line(error), largest_tensors(self.model)
+            )
+            reason = self._obstacle
+            if self._voted:
+                reason = "it ended its micro-batches, and other ranks reduce gradients"
+            # Without a word to the other ranks, which may be inside a collective.
+            if reason is not None:
+                raise OutOfMemory(replace(shortage, reason=reason)) from error
+            self._shortage = shortage
+        except _VotedAgainst:
+            return None, True
+
+        # Outside of the handler: the traceback keeps the tensors of the pass in memory.
+        self._exchange_votes(failed=True)
+        return None, True
+
+    def begin(self, microbatch_tokens: int) -> None:
+        """Begin the micro-batches of a pass; the largest one has ``microbatch_tokens`` tokens."""
+        self._microbatch_tokens = microbatch_tokens
+        if self.measures:
+            self._reading = device.read_memory(restart=True)
+
+    def end(self) -> None:
+        """End the micro-batches of a pass, before gradients are reduced; raise if another rank failed.
+
+        Collective over the role's ranks if the pass can be repeated.
+        """
+        if self.measures:
+            self._measure()
+        if self._obstacle is None:
+            self._exchange_votes(failed=False)
+            self._voted = True
+            if self._vote[0]:
+                raise _VotedAgainst
+
+    def metrics(self) -> Metrics:
+        """Return the repeated passes and the measured memory since the last call, and reset them."""
+        metrics = Metrics({}, self._maxima)
+        self._maxima = {}
+        return metrics
+
+    def _measure(self) -> None:
+        """Record the memory of the pass that ends."""
+        begin = self._reading
+        end = device.read_memory()
+        # A short micro-batch has the constant costs of a long one, which would count for its tokens.
+        if begin is None or end is None or 2 * self._microbatch_tokens < self._budget:
+            return
+        self._record(RESIDENT_BYTES, begin.allocated + begin.others)
+        self._record(BYTES_PER_TOKEN, max(0, end.peak - begin.allocated) / self._microbatch_tokens)
+
+    def _record(self, name: str, value: float) -> None:
+        self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
+
+    def _exchange_votes(self, *, failed: bool) -> None:
+        """Exchange whether any rank failed, and the tokens of the largest micro-batch of all ranks.
+
+        On the host, so that no rank waits for its device. Collective over the role's ranks.
+        """
+        self._vote = torch.tensor(
+            [int(failed), self._microbatch_tokens], dtype=torch.int64, device=device.host()
+        )
+        if len(self.model.groups.layout.ranks) > 1:
+            max_over_ranks(self._vote, self.model.groups.all)
+
+    def _discard_pass(self, clear: Callable[[], None] | None) -> None:
+        """Free the tensors of a failed pass, and reset the state that it has changed."""
+        for chunk in self.model.wrapped:
+            # Megatron-Core 0.19: with overlap_grad_reduce groups of buckets count the gradients of a step,
+            # and expect all of them at the next reset. A reduction that began has no peers here.
+            for bucket_group in _bucket_groups(chunk):
+                if bucket_group.grad_reduce_handle is not None:
+                    bucket_group.grad_reduce_handle.wait()
+                    bucket_group.grad_reduce_handle = None
+                bucket_group.per_param_grad_ready_counts = {}
+        for chunk in self.model.chunks:
+            # Routers with balancing biases count tokens from one optimizer step to the next.
+            for name, buffer in chunk.named_buffers():
+                if name.endswith("local_tokens_per_expert"):
+                    buffer.zero_()
+
+        if clear is not None:
+            clear()
+        gc.collect()
+        device.empty_cache()
+
+    def _raise_on_all_ranks(self, reason: str) -> None:
+        """Raise the report of the first rank that failed, on every rank. Collective over the role's ranks."""
+        shortages: list[Shortage | None] = [self._shortage]
+        if len(self.model.groups.layout.ranks) > 1:
+            shortages = gather_objects(self._shortage, self.model.groups.all)
+        first = next(shortage for shortage in shortages if shortage is not None)
+        raise OutOfMemory(replace(first, reason=reason))
+
+
+def obstacle(model: ParallelModel, *, trains: bool) -> str | None:
+    """Return why the ranks of a model cannot repeat a pass together; None if they can.
+
+    A rank that fails leaves its peers inside a collective of the pass, which has no end without it.
+    """
+    if device.simulated():
+        return "a simulation has no memory"
+
+    layout = model.groups.layout
+    sizes = [f"{name} {getattr(layout, name)}" for name in _MODEL_SIZES if getattr(layout, name) > 1]
+    if sizes:
+        return f"its ranks exchange tensors inside a pass ({', '.join(sizes)})"
+
+    overlaps = any(
+        bucket_group.ddp_config.overlap_grad_reduce
+        for chunk in model.wrapped
+        for bucket_group in _bucket_groups(chunk)
+    )
+    if trains and layout.data > 1 and overlaps:
+        return "gradients are reduced during the backward pass (`ddp.overlap_grad_reduce`)"
+    return None
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    """Return the groups of gradient buckets of a chunk, none of a model without gradients."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
+    """Return the largest tensors on the device as text: name or shape, dtype and bytes.
+
+    They are tensors that Python can reach, so not the ones that autograd saved for the backward pass.
+    """
+    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
+    target = device.device().type
+
+    # Tensors that share a storage count once.
+    by_storage: dict[int, Tensor] = {}
+    for value in gc.get_objects():
+        # By the type: some objects of libraries import or compute something when they are asked.
+        if not issubclass(type(value), Tensor):
+            continue
+        # Tensors without a storage of their own raise.
+        with contextlib.suppress(RuntimeError):
+            storage = value.untyped_storage()
+            if value.device.type == target and storage.nbytes():
+                by_storage.setdefault(storage.data_ptr(), value)
+
+    sorted_tensors = sorted(by_storage.items(), key=lambda item: -item[1].untyped_storage().nbytes())
+    lines = []
+    for address, tensor in sorted_tensors[:_LISTED_TENSORS]:
+        name = names.get(address, f"a tensor {list(tensor.shape)}")
+        size = tensor.untyped_storage().nbytes()
+        lines.append(f"{name}, {str(tensor.dtype).removeprefix('torch.')}, {size / 2**20:,.1f} MiB")
+    return tuple(lines)
+
+
+def _named_tensors(model: ParallelModel | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model, and the buffers of its weights and gradients, which are one tensor."""
+    if model is None:
+        return
+    for chunk in model.chunks:
+        yield from chunk.named_parameters()
+    wrapped: list[Any] = [chunk for chunk in model.wrapped if isinstance(chunk, DistributedDataParallel)]
+    for chunk in wrapped:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            if buffer.param_data is not None:
+                yield f"all weights [{buffer.param_data.numel()}]", buffer.param_data
+            yield f"all gradients [{buffer.grad_data.numel()}]", buffer.grad_data

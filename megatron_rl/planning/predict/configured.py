@@ -1,0 +1,358 @@
+"""Predict the layout of a run's own configuration, and compare it with the layouts that the search finds.
+
+The one idea: a found layout is a list of overrides of the configuration. So `check` predicts the given layout
+and the found ones alike, with everything else that the user wrote: lengths, mini-batches, optimizer, engine.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.check.configuration import CheckReport, check_file
+from megatron_rl.config.load import flatten
+from megatron_rl.config.roles import REWARD_MODELS, ROLLOUT, spec_of
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.rollout import OPEN
+from megatron_rl.errors import UserError
+from megatron_rl.planning.predict.batch import StepBatch
+from megatron_rl.planning.predict.checked import ASSUMED_GPU
+from megatron_rl.planning.predict.learn import network_bytes
+from megatron_rl.planning.predict.placement import (
+    ONE_STEP_OFF,
+    OPEN_ORDER,
+    ROLES,
+    SYNCHRONOUS,
+    PlacementPlan,
+    Problem,
+    search_simple,
+)
+from megatron_rl.planning.predict.plan_file import Paths, planned_settings
+from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, run_batch, train_choice
+from megatron_rl.shapes.hardware import Constants, Machine
+from megatron_rl.shapes.lora import Lora
+from megatron_rl.shapes.traffic import byte_text
+
+_OVERRIDE_WIDTH = 84
+"""Columns of a line of overrides."""
+
+
+@dataclass(frozen=True)
+class ConfiguredPlan:
+    """Layout of a run with its predictions.
+
+    Example: ``ConfiguredPlan("the given layout", (), report, step, network, ())``.
+    """
+
+    name: str
+    """The given layout, or the kind of placement."""
+    overrides: tuple[str, ...]
+    """Overrides of the configuration that select the layout; empty for the given one."""
+    report: CheckReport
+    """Check of the configuration with these overrides."""
+    step: RunStep
+    """Seconds of a step by phase."""
+    network: Mapping[str, float]
+    """Bytes that leave the NVLink domain of the busiest rank in a step, by cause."""
+    reasons: tuple[str, ...]
+    """Why the layout is no simpler than it is."""
+
+
+@dataclass(frozen=True)
+class ConfiguredPlans:
+    """The configuration's layout and the layouts of the search, the latter fastest first.
+
+    Example: ``ConfiguredPlans(given, found=(best, second, third), rejected=())``.
+    """
+
+    given: ConfiguredPlan
+    """Layout of the configuration."""
+    found: tuple[ConfiguredPlan, ...]
+    """Best plan of each placement that passes the check."""
+    rejected: tuple[str, ...]
+    """Placements whose configuration does not pass, each with its first error."""
+    assumed_gpu: bool = False
+    """Whether nothing names the GPU, so that `ASSUMED_GPU` was taken."""
+
+
+def plan_configuration(
+    path: Path, overrides: Sequence[str], world_size: int | None, gpu: str | None, constants: Constants
+) -> ConfiguredPlans:
+    """Predict the layout of a configuration and the best plan of each placement on as many GPUs.
+
+    ``gpu`` replaces the configuration's; without either it is `ASSUMED_GPU`. Raises UserErrors for a
+    configuration with errors other than missing files, and for roles that the search does not place.
+    """
+    machine_overrides = list(overrides)
+    if gpu is not None:
+        machine_overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
+    report = _check(path, machine_overrides, world_size)
+    assumed_gpu = report.config.gpu is None
+    if assumed_gpu:
+        machine_overrides.append(f"gpu={ASSUMED_GPU}")
+        report = _check(path, machine_overrides, world_size)
+
+    config = report.valid()
+    problem = configured_problem(report, constants)
+    baseline = _configured("the given layout", (), report, constants, ())
+
+    # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
+    candidates: list[ConfiguredPlan] = []
+    rejected: list[str] = []
+    for plan in search_simple(problem, _split(config)).plans:
+        changes = layout_overrides(problem, plan, report)
+        candidate = _check(path, [*machine_overrides, *changes], plan.gpus)
+        if candidate.errors:
+            rejected.append(f"{plan.name}: {candidate.errors[0].message}")
+            continue
+        candidates.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
+    candidates.sort(key=lambda entry: entry.step.total)
+    return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
+
+
+def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
+    """Check a configuration for other machines, whose files may be missing here."""
+    return check_file(path, overrides, world_size, without_files=True, elsewhere=True)
+
+
+def _split(config: RunConfig) -> str:
+    """Return the sampling schedule of generation-only GPUs, one of `SPLITS`, from order and asynchrony."""
+    if config.rollout.order == OPEN:
+        return OPEN_ORDER
+    if config.asynchrony.steps_ahead:
+        return ONE_STEP_OFF
+    return SYNCHRONOUS
+
+
+def configured_problem(report: CheckReport, constants: Constants) -> Problem:
+    """Return the search problem of a checked configuration; raises UserError for roles it cannot place."""
+    config = report.valid()
+    layouts = report.layouts or {}
+    dtype = config.model.dtype
+    in_process = config.rollout.capabilities.in_process
+    if config.job != TRAIN or report.shape is None or not in_process or dtype == "float32":
+        raise UserError(
+            "this configuration cannot be planned",
+            where="CONFIG",
+            expected="steps of reinforcement learning in half precision, an engine in the ranks, and the "
+            "model's config.json",
+            got=f"job {config.job}, {dtype}, engine {config.rollout.engine}, model {config.model.path}",
+            fix="plan MODEL --gpus N searches without a configuration; copy config.json into model.path",
+        )
+
+    # The search places one model for each of its roles.
+    models = {spec_of(role).name: report.shapes.get(role, report.shape) for role in layouts}
+    del models[ROLLOUT.name]
+    algorithm = "grpo"
+    if "critic" in models:
+        algorithm = "ppo"
+    unplaced = [role for role in models if role not in ROLES[algorithm]]
+    if unplaced or len(config.reward.models) > 1:
+        raise UserError(
+            "the search does not place these roles",
+            where="CONFIG",
+            expected=f"{', '.join(ROLES[algorithm])}, and one reward model with a critic",
+            got=", ".join(layouts),
+            fix="plan the run without them, and place them by hand: check predicts every layout",
+        )
+
+    stats = run_batch(config, layouts, RunStats())
+    row_limit = config.data.max_prompt_tokens + config.rollout.response_limit
+    batch = StepBatch(
+        prompts=stats.prompts,
+        samples=stats.samples,
+        optimizer_steps=stats.optimizer_steps,
+        prompt=stats.prompt,
+        lengths=stats.lengths,
+        longest=float(row_limit),
+        epochs=stats.epochs,
+        oversample=stats.oversample,
+    )
+    cluster = constants.cluster(
+        config.gpu or ASSUMED_GPU,
+        report.world_size,
+        config.gpus_per_node,
+        config.network_gigabits_per_gpu,
+    )
+    lora = None
+    if config.actor.lora is not None:
+        lora = Lora.of(report.shape, config.actor.lora.rank, config.actor.lora.targets)
+    return Problem(models, algorithm, batch, Machine(cluster, constants), lora=lora)
+
+
+def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport) -> tuple[str, ...]:
+    """Return the overrides that give a checked configuration the layout of a plan."""
+    config = report.config
+    settings = planned_settings(problem, plan, Paths(config.model.path))
+    values: dict[str, Any] = {
+        "world_size": plan.gpus,
+        "placement": settings["placement"],
+        "batch.tokens_per_microbatch": settings["batch"]["tokens_per_microbatch"],
+        "rollout.tensor": settings["rollout"]["tensor"],
+        "rollout.ranks": settings["rollout"].get("ranks"),
+        "rollout.memory_fraction": settings["rollout"]["memory_fraction"],
+    }
+    for role in problem.models:
+        section = settings.get(role, {})
+        path = role
+        if role == REWARD_MODELS.name:
+            # A configuration with one reward model has a name for it.
+            (name,) = config.reward.models
+            path = f"{REWARD_MODELS.section}.{name}"
+            (section,) = settings["reward"]["models"].values()
+        values[f"{path}.layout"] = section.get("layout")
+        if not spec_of(role).trains:
+            continue
+
+        values[f"{path}.recompute"] = section["recompute"]
+        values[f"{path}.offload"] = section["offload"]
+        values[f"{path}.optimizer.offload"] = section.get("optimizer", {}).get("offload", False)
+        for name, value in section.get("megatron", {}).items():
+            values[f"{path}.megatron.{name}"] = value
+
+    # Leave out what the configuration has already; a derived value would be derived again.
+    config_values = flatten(config)
+    overrides: list[str] = []
+    for key, value in values.items():
+        is_derived = key in report.origins and report.origins[key].kind in ("default", "derived")
+        if (key in config_values and config_values[key] == value) or (value is None and is_derived):
+            continue
+        overrides.append(f"{key}={_text(value)}")
+    return tuple(overrides)
+
+
+def _text(value: Any) -> str:
+    """Return a value as an override writes it."""
+    if value is None:
+        return "null"
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def _configured(
+    name: str,
+    overrides: Sequence[str],
+    report: CheckReport,
+    constants: Constants,
+    reasons: Sequence[str],
+) -> ConfiguredPlan:
+    """Return a layout with its predicted step and its bytes across nodes."""
+    config = report.config
+    layouts = report.layouts or {}
+    assert report.shape is not None and report.sync is not None
+    shapes = {role: report.shapes.get(role, report.shape) for role in layouts}
+    gpu = config.gpu or ASSUMED_GPU
+    step = predict_run(config, constants, gpu, shapes)
+
+    # Bytes of the busiest rank: those of the learners on one rank add up, and the weight sync comes on top.
+    cluster = constants.cluster(gpu, report.world_size, config.gpus_per_node, config.network_gigabits_per_gpu)
+    batch = run_batch(config, layouts, RunStats())
+    network: dict[str, float] = {}
+    for role, layout in layouts.items():
+        if not spec_of(role).trains:
+            continue
+        choice = train_choice(config, role, layout, shapes[role])
+        for cause, byte_count in network_bytes(choice, batch, cluster).items():
+            network[cause] = network.get(cause, 0.0) + byte_count
+    if report.world_size > cluster.domain and report.sync.received_most:
+        network["weight sync"] = float(report.sync.received_most)
+    return ConfiguredPlan(name, tuple(overrides), report, step, network, tuple(reasons))
+
+
+def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
+    """Describe how much faster or slower a plan is than the given layout, and the phase that changes most."""
+    total = plan.step.total - baseline.step.total
+    changes = {phase: plan.step.seconds[phase] - baseline.step.seconds[phase] for phase in PHASES}
+    share = abs(total) / baseline.step.total
+
+    # Less than 1% is far below the error of the predictions.
+    if share < 0.01:
+        return "as fast as the given layout"
+
+    verb = "slower"
+    phase = max(changes, key=lambda name: changes[name])
+    if total < 0:
+        verb = "faster"
+        phase = min(changes, key=lambda name: changes[name])
+    return f"{share:.0%} {verb} than the given layout, most of it in {phase} ({changes[phase]:+.1f} s)"
+
+
+def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
+    """Return the given layout and the best found ones as text."""
+    baseline = plans.given
+    config = baseline.report.config
+    batch = run_batch(config, baseline.report.layouts or {}, RunStats())
+    shape = baseline.report.shape
+    assert shape is not None
+
+    gpu = str(config.gpu)
+    if plans.assumed_gpu:
+        gpu += " (assumed)"
+    lines = [
+        f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
+        f"{baseline.report.world_size} x {gpu}",
+        f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
+        f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
+        f"{batch.lengths.longest:.0f} at most",
+        "",
+        f"given: {baseline.step.total:.1f} s a step",
+        *_plan_lines(baseline),
+    ]
+    for number, plan in enumerate(best, start=1):
+        lines += ["", f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference(plan, baseline)}"]
+        lines += _plan_lines(plan)
+        lines += [f"     why         {reason}" for reason in plan.reasons]
+        lines += _override_lines(plan.overrides)
+
+    # A placement that fits the search's estimate may still be refused by the check's.
+    lines += ["", *(f"not shown: {text}" for text in plans.rejected)]
+    if not best:
+        lines.append("no other layout passes check")
+    return "\n".join(lines).rstrip()
+
+
+def _plan_lines(plan: ConfiguredPlan) -> list[str]:
+    """Return the phases, the memory, the network and the roles of a layout as lines."""
+    seconds = "   ".join(f"{phase} {plan.step.seconds[phase]:.1f}" for phase in PHASES)
+    peak = max(memory.peak for memory in plan.report.memory) / 2**30
+    network = ", ".join(f"{cause} {byte_text(count)}" for cause, count in plan.network.items())
+
+    lines = [
+        f"     seconds     {seconds}",
+        f"     memory      {peak:.1f} GiB of {plan.report.config.gpu_memory_gib:g} on the fullest rank",
+        f"     network     {network or 'nothing'} across nodes, from or to the busiest rank in a step",
+    ]
+    for role, layout in (plan.report.layouts or {}).items():
+        text = f"{len(layout.ranks)} GPUs, {layout.short_text()}"
+        if role == ROLLOUT.name:
+            text = f"{len(layout.ranks)} GPUs, TP{layout.tensor} x {layout.data} replicas"
+        lines.append(f"     {role:<11} {text}")
+    return lines
+
+
+def _override_lines(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a layout as lines that can be pasted behind a command."""
+    # A quoted value may contain spaces, at which no line may break.
+    lines = [""]
+    for text in map(shlex.quote, overrides):
+        if lines[-1] and len(lines[-1]) + len(text) >= _OVERRIDE_WIDTH:
+            lines.append("")
+        lines[-1] += f" {text}"
+    labels = ["overrides", *[""] * (len(lines) - 1)]
+    return [f"     {label:<11}{line}" for label, line in zip(labels, lines, strict=True)]
+
+
+def configured_record(plan: ConfiguredPlan) -> dict[str, Any]:
+    """Return a layout with its predictions as plain JSON values: seconds and bytes."""
+    return {
+        "name": plan.name,
+        "overrides": list(plan.overrides),
+        "seconds": {**plan.step.seconds, "total": plan.step.total},
+        "memory": max(memory.peak for memory in plan.report.memory),
+        "network": dict(plan.network),
+        "reasons": list(plan.reasons),
+    }

@@ -1,0 +1,116 @@
+"""Rules on logits that vLLM does not have: a logits processor for each of its model runners.
+
+A rule reads the tokens of its request so far. The processors find the rules of a request in its
+``extra_args``. Biases, minimum lengths and penalties are vLLM's own, see `rollout.sampling`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed import device
+from megatron_rl.rollout.sampling import ban_repeated_ngrams
+from megatron_rl.rollout.types import GenerationRequest
+
+_SIZE_KEY = "megatron_rl_ngram_size"
+
+
+def processors() -> list[type]:
+    """Return the logits processors of an engine whose requests may have such rules."""
+    return [host_processor() if device.on_host() else accelerator_processor()]
+
+
+def add_rules(parameters: Any, request: GenerationRequest) -> None:
+    """Add the rules of a request to its vLLM parameters."""
+    size = request.sampling.no_repeat_ngram_size
+    if size:
+        parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: size}
+
+
+def _ngram_size(parameters: Any) -> int:
+    """Return the n of a request's n-grams, 0 without."""
+    return (parameters.extra_args or {}).get(_SIZE_KEY, 0)
+
+
+@cache
+def host_processor() -> type:
+    """Return the class for the model runner of the host; it is defined here because vLLM is imported late."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    class NgramProcessor(LogitsProcessor):
+        """Logits processor that bans repeated n-grams, before vLLM's penalties and temperature."""
+
+        def __init__(
+            self,
+            vllm_config: Any,
+            device: torch.device,
+            is_pin_memory: bool,
+        ) -> None:
+            self._requests: dict[int, tuple[int, list[int], list[int]]] = {}
+
+        # A ban may remove the most likely token, so it holds for greedy requests, too.
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            process_dict_updates(self._requests, batch_update, _request_tokens)
+
+        def apply(self, logits: Tensor) -> Tensor:
+            for row, (size, prompt, output) in self._requests.items():
+                tokens = torch.tensor([*prompt, *output], device=logits.device)
+                ban_repeated_ngrams(logits[row], tokens, size)
+            return logits
+
+    return NgramProcessor
+
+
+def _request_tokens(
+    parameters: Any,
+    prompt: list[int] | None,
+    output: list[int],
+) -> tuple[int, list[int], list[int]] | None:
+    """Return the processor's entry for a new request, None without rules.
+
+    vLLM appends to ``output`` as it samples.
+    """
+    size = _ngram_size(parameters)
+    if not size:
+        return None
+    assert prompt is not None, "requests are token ids, not embeddings"
+    return size, prompt, output
+
+
+@cache
+def accelerator_processor() -> type:
+    """Return the class for the newer model runner, which accelerators have."""
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+    class NgramProcessor(LogitsProcessor):
+        """Logits processor that bans repeated n-grams, between vLLM's penalties and its temperature."""
+
+        def __init__(self, vllm_config: Any, req_states: Any) -> None:
+            # [slots, longest row] tokens of each request, on the device.
+            self._tokens = req_states.all_token_ids.gpu
+            # Slot of a request -> the n of its n-grams.
+            self._sizes: dict[int, int] = {}
+
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            # Slots are used again, so a request without rules replaces an entry, too.
+            self._sizes[req_idx] = _ngram_size(sampling_params)
+            return self._sizes[req_idx] > 0
+
+        def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+            # A request has one row, since nothing is drafted, and the bound of its length is then exact.
+            lengths = ctx.seq_lens_upper_bound_np.tolist()
+            for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+                size = self._sizes.get(slot, 0)
+                if size:
+                    ban_repeated_ngrams(logits[row], self._tokens[slot, : lengths[row]], size)
+            return logits
+
+    return NgramProcessor

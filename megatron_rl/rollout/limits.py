@@ -1,0 +1,126 @@
+"""Limits of new responses from the lengths of earlier ones: `rollout.max_response_tokens: auto`.
+
+The one idea: lengths are observed where every rank has the same rows, at the end of a round. So the limits of
+the next round are equal on all ranks without any communication, and part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron_rl.config.sections.response_limits import AUTO
+from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.metrics import Metrics
+from megatron_rl.rollout.types import SequenceGroup
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
+
+MOST_TASKS = 32
+"""Largest number of tasks of a step that have metrics of their own."""
+
+
+class AutoLimits:
+    """Limits of the responses to prompts whose task has the limit `AUTO`, see `AutoLimitConfig`."""
+
+    def __init__(self, rollout: RolloutConfig) -> None:
+        self._rollout = rollout
+        self._config = rollout.auto_limit
+        # "TASK/CLASS" -> the latest lengths, oldest first.
+        self._lengths: dict[str, list[int]] = {}
+
+    def limit(self, task: str, prompt_tokens: int) -> int:
+        """Return the limit of new responses to a prompt of a task."""
+        config = self._config
+        lengths = self._lengths.get(_class_name(task, prompt_tokens), [])
+        # Too few responses for a quantile: allow the largest limit.
+        if len(lengths) < config.responses:
+            return config.at_most
+
+        # The smallest length that a share `quantile` of the lengths does not exceed.
+        index = max(0, math.ceil(config.quantile * len(lengths) - 1e-9) - 1)
+        limit = math.ceil(sorted(lengths)[index] * config.margin - 1e-9)
+        return min(max(limit, config.at_least), config.at_most)
+
+    def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
+        """Return groups that have not started, with the limits of their responses."""
+        return [self._with_limit(group) for group in groups]
+
+    def _with_limit(self, group: SequenceGroup) -> SequenceGroup:
+        prompt = group.prompt
+        (task,) = prompt.tasks
+        if self._rollout.limit_setting(task) != AUTO:
+            return group
+
+        (sampling,) = prompt.sampling
+        limit = self.limit(task, int(prompt.lengths))
+        sampling = sampling._replace(max_response_tokens=limit)
+        return replace(group, prompt=replace(prompt, sampling=(sampling,)))
+
+    def observe(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
+        """Count the lengths of the finished responses to ``prompts``."""
+        lengths = limited_counts(rollouts).tolist()
+        prompt_tokens = prompts.lengths.tolist()
+        rows = zip(
+            rollouts.group.tolist(),
+            rollouts.finish_reason.tolist(),
+            lengths,
+            strict=True,
+        )
+
+        for group, reason, length in rows:
+            task = prompts.tasks[group]
+            if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
+                continue
+
+            # Only the latest lengths count: the policy's lengths drift during a run.
+            name = _class_name(task, prompt_tokens[group])
+            class_lengths = [*self._lengths.get(name, []), length]
+            self._lengths[name] = class_lengths[-self._config.window :]
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return the lengths that the limits follow."""
+        return dict(self._lengths)
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Restore the lengths; a smaller ``window`` drops the oldest."""
+        self._lengths = {name: list(lengths)[-self._config.window :] for name, lengths in state.items()}
+
+
+def _class_name(task: str, prompt_tokens: int) -> str:
+    """Return the name of a length class: the task, and the prompt's length rounded up to a power of two.
+
+    Example:
+        >>> [_class_name("math", tokens) for tokens in (1, 2, 3, 4, 5)]
+        ['math/1', 'math/2', 'math/4', 'math/4', 'math/8']
+    """
+    return f"{task}/{1 << max(0, prompt_tokens - 1).bit_length()}"
+
+
+def length_metrics(
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    rollout: RolloutConfig,
+) -> Metrics:
+    """Return the truncated fraction of each task's responses and, where limits differ, their mean limit."""
+    tasks = sorted(set(prompts.tasks))
+    # A data set with a task per record would flood the metrics.
+    if len(tasks) > MOST_TASKS:
+        return Metrics()
+
+    assert rollouts.max_response_tokens is not None
+    rows: dict[str, list[tuple[bool, int]]] = defaultdict(list)
+    reasons = rollouts.finish_reason.tolist()
+    limits = rollouts.max_response_tokens.tolist()
+    for group, reason, limit in zip(rollouts.group.tolist(), reasons, limits, strict=True):
+        rows[prompts.tasks[group]].append((reason == FINISH_LENGTH, limit))
+
+    metrics = Metrics()
+    for task in tasks:
+        truncated = float(sum(is_truncated for is_truncated, _ in rows[task]))
+        metrics += Metrics.mean(f"response/truncated_fraction/{task}", truncated, len(rows[task]))
+        if not isinstance(rollout.limit_setting(task), int):
+            total = float(sum(limit for _, limit in rows[task]))
+            metrics += Metrics.mean(f"response/limit/{task}", total, len(rows[task]))
+    return metrics

@@ -1,0 +1,100 @@
+"""Report of a rank that ran out of device memory: its phase, largest tensors, the estimate, and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.budget import memory_plan
+from megatron_rl.config.derive import batch_plan
+from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.roles import explicit_model_paths, role_of
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.distributed import device
+from megatron_rl.errors import UserError, first_line
+from megatron_rl.megatron.passes import OutOfMemory, Shortage, largest_tensors
+from megatron_rl.shapes.pretrained import read_pretrained
+
+_GIB = 2**30
+_LISTED_ITEMS = 4
+"""Items of the estimate that a report names, the largest first."""
+
+
+def out_of_memory_error(
+    config: RunConfig, error: BaseException, rank_text: str, phase: str, step: int
+) -> UserError | None:
+    """Return the report of a rank that ran out of device memory, None for any other exception.
+
+    ``rank_text``: description of this rank; ``phase`` and ``step``: where it was.
+    """
+    if isinstance(error, OutOfMemory):
+        shortage = error.shortage
+    elif isinstance(error, torch.OutOfMemoryError):
+        # Outside of a pass: in generation, a weight sync or an optimizer step.
+        shortage = Shortage("", device.rank(), 0, first_line(error), largest_tensors(None))
+    else:
+        return None
+
+    subject = rank_text
+    if shortage.role:
+        subject = f"{shortage.role} on rank {shortage.rank}"
+    got = shortage.message
+    if shortage.tokens:
+        got += f"; micro-batches of up to {shortage.tokens:,} tokens"
+    if shortage.reason:
+        got += f"; the pass was not repeated: {shortage.reason}"
+    tensors = "; ".join(shortage.tensors) or "none that Python reaches"
+    got += f"; largest tensors, without those saved for the backward pass: {tensors}"
+    return UserError(
+        f"{subject} ran out of memory in the phase {phase} of step {step}",
+        where=shortage.role or "the device",
+        expected=_estimate_text(config, shortage.rank, phase),
+        got=got,
+        fix=_fix(config, bool(shortage.role), phase),
+    )
+
+
+def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
+    """Return what `check` estimates for a rank in a phase, with the largest items."""
+    # Stages have phases of their own names, and only train.
+    estimated_phase = phase if phase in ("generate", "score") else "learn"
+    try:
+        layouts = role_layouts(config, device.world_size())
+        shapes = {"actor": read_pretrained(Path(config.model.path) / "config.json").shape}
+        for path, model in explicit_model_paths(config).items():
+            if model is not None:
+                shapes[role_of(path)] = read_pretrained(Path(model) / "config.json").shape
+        batch = None
+        if config.job == TRAIN:
+            batch = batch_plan(config, layouts)
+        plans = memory_plan(config, layouts, shapes, batch)
+    except Exception as problem:
+        # The report must appear, whatever prevents the estimate.
+        return f"a rank that fits; `check` has no estimate: {first_line(problem)}"
+
+    # Ranks with equal items are listed once, by the first of them.
+    plan = next((plan for plan in plans if plan.rank == rank), plans[0])
+    items = [item for item in plan.items if estimated_phase in item.phases]
+    items.sort(key=lambda item: -item.bytes)
+    largest = ", ".join(f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS])
+    return (
+        f"{plan.total(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, as `check` estimates: "
+        f"{largest}"
+    )
+
+
+def _fix(config: RunConfig, in_pass: bool, phase: str) -> str:
+    """Return the keys that lower the memory of the phase."""
+    if phase == "generate":
+        return "lower rollout.memory_fraction, or rollout.max_in_flight"
+    if not in_pass:
+        return "set actor.offload=true or actor.optimizer.offload=true, or use more GPUs"
+    first = "lower batch.tokens_per_microbatch"
+    if config.batch.memory_target is not None:
+        first = "lower batch.memory_target"
+    elif config.batch.tokens_per_microbatch is not None:
+        first += f" (now {config.batch.tokens_per_microbatch})"
+    if config.actor.recompute != "full":
+        first += ", set actor.recompute=full"
+    return f"{first}, or raise tensor or pipeline"

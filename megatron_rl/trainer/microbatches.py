@@ -1,0 +1,109 @@
+"""Tokens per micro-batch of the roles of a run, from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.distributed import device
+from megatron_rl.errors import UserError
+from megatron_rl.megatron.passes import BYTES_PER_TOKEN, RESIDENT_BYTES, SPLIT_PASSES, SPLIT_TOKENS
+from megatron_rl.metrics import Metrics
+from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.job import Job
+from megatron_rl.trainer.state import TrainerState
+
+_GIB = 2**30
+_SMALLER_DEVICE = 0.95
+"""Share of the stated memory that a device must have: the driver keeps some for itself."""
+
+
+class MicroBatchControl:
+    """Tokens per micro-batch of the roles of a run, by the budget in its state."""
+
+    def __init__(self, job: Job, roles: Roles, state: TrainerState) -> None:
+        self._job = job
+        self._roles = roles
+        self._state = state
+
+        budget = state.budget
+        if budget is None:
+            return
+        reading = device.read_memory()
+        gib = job.config.gpu_memory_gib or 0.0
+        job.say(
+            f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens by the estimate of check"
+        )
+        if reading is None:
+            job.say("batch.memory_target: a host measures no passes, so they stay as large")
+        elif reading.total < _SMALLER_DEVICE * gib * _GIB:
+            raise UserError(
+                "the GPU has less memory than the configuration states",
+                where="gpu_memory_gib",
+                expected=f"{gib:g} GiB, of which batch.memory_target is a share",
+                got=f"{reading.total / _GIB:.1f} GiB on {device.name()}",
+                fix=f"set gpu_memory_gib={reading.total / _GIB:.1f}",
+            )
+
+    def resume(self) -> None:
+        """Apply the budget of the checkpoint that the state was restored from, and print it."""
+        budget = self._state.budget
+        if budget is not None and budget.tokens != budget.estimate:
+            self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
+        self._apply()
+
+    def _apply(self) -> None:
+        """Set the tokens per micro-batch of all roles to those of the budget, if there is one."""
+        budget = self._state.budget
+        if budget is None:
+            return
+        for role in self._roles.models:
+            role.tokens_per_microbatch = budget.tokens
+
+    def after_step(self, values: Mapping[str, float]) -> Metrics:
+        """Adapt the budget to the measurements of a step; ``values`` are its metrics over all ranks.
+
+        Return the tokens per micro-batch of the step. Every rank has the same values, so all ranks change
+        alike.
+        """
+        announce_split_passes(self._job, values)
+        before = self._state.budget
+        if before is None:
+            return Metrics()
+
+        resident = values.get(RESIDENT_BYTES)
+        per_token = values.get(BYTES_PER_TOKEN)
+        budget = before.after_step(resident, per_token, values.get(SPLIT_TOKENS))
+        self._state.budget = budget
+        self._apply()
+
+        if budget.tokens != before.tokens:
+            reason = "the repeated passes"
+            if resident is not None and per_token is not None:
+                reason = f"{resident / _GIB:.1f} GiB and {per_token / 2**20:.2f} MiB a token are in use"
+            self._job.say(
+                f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
+                f"{budget.tokens:,} tokens, {before.tokens:,} before: {reason}, of "
+                f"{budget.allowed / _GIB:.1f} GiB"
+            )
+        return Metrics.of({"memory/tokens_per_microbatch": before.tokens})
+
+
+def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
+    """Print how many passes of a step ran out of memory and were repeated, by its metrics over all ranks."""
+    split = values.get(SPLIT_TOKENS)
+    if split is None:
+        return
+    repeated = int(values[SPLIT_PASSES])
+    passes = "1 pass" if repeated == 1 else f"{repeated} passes"
+    job.say(
+        f"step {job.phases.step}: {passes} of a role ran out of memory and succeeded in micro-batches of up "
+        f"to {int(split):,} tokens; {_advice(job.config)}"
+    )
+
+
+def _advice(config: RunConfig) -> str:
+    """Return the setting that makes micro-batches smaller, as a clause."""
+    if config.batch.memory_target is not None:
+        return "the next steps have no larger ones; lower batch.memory_target"
+    return "each such pass takes its time twice; lower batch.tokens_per_microbatch"

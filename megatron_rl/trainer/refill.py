@@ -1,0 +1,92 @@
+"""Resampling of the responses that filters remove: `rollout.filters.refill`.
+
+The one idea: a filter judges one row, so a new response to the same prompt can replace the row before any
+reward is computed. Its seed follows from the row and the number of the attempt: no response depends on which
+other rows were removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_rl.distributed.exchange import ReplicaGroup
+from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.filters import FILTERS
+from megatron_rl.rollout.collate import start_groups, waiting_groups
+from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.scheduler import GenerationRound
+from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, gather_complete
+from megatron_rl.types import PromptBatch, Rollouts
+
+
+def refill(
+    source: RolloutSource,
+    sampled: SampledBatch,
+    seed: int,
+    members: ReplicaGroup,
+) -> SampledBatch:
+    """Sample the rows that filters remove again, up to `rollout.filters.refill` times.
+
+    ``seed``: seed of the round that sampled the batch. Call it while the engine is awake. Collective over
+    the members, which are all ranks.
+    """
+    tries = source.config.rollout.filters.refill
+    if not tries:
+        return sampled
+
+    rollouts = sampled.rollouts
+    count = len(rollouts)
+    prompts = sampled.prompts.repeat(count // max(len(sampled.prompts), 1))
+    early = dict(sampled.early)
+    refilled = 0
+    for attempt in range(1, tries + 1):
+        filtered = source.roles.reward.filter(prompts, rollouts, members, early)
+        removed = sorted(filtered.names)
+        if not removed:
+            break
+
+        seeds = row_seeds(seed, [attempt * count + row for row in removed])
+        responses = _sample(source, prompts.rows(removed), seeds, seed, members)
+        rollouts = _with_rows(rollouts, removed, responses)
+        refilled += len(removed)
+
+        # Verdicts on the other rows remain valid; the new rows have none yet.
+        early[FILTERS] = filtered.verdicts(range(count))
+        early = {
+            scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
+            for scorer, answers in early.items()
+        }
+
+    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(refilled), float(count))
+    return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
+
+
+def _sample(
+    source: RolloutSource,
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    seed: int,
+    members: ReplicaGroup,
+) -> Rollouts:
+    """Sample a complete response to each prompt, with a seed of its own. Collective over the members."""
+    rollout = source.roles.rollout
+    version = source.roles.hybrid_engine.rollout_version
+    groups = tuple(start_groups(waiting_groups(prompts), 1, seed, version))
+    for group, row_seed in zip(groups, seeds, strict=True):
+        group.sequences[0].seed = row_seed
+
+    generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
+    pending = Pending(generation_round, rollout.infer(generation_round))
+    responses = gather_complete(rollout, pending, members)
+    source.limits.observe(prompts, responses)
+    return responses
+
+
+def _with_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
+    """Return the batch with its ``rows`` replaced by ``responses``."""
+    order = list(range(len(rollouts)))
+    for index, row in enumerate(rows):
+        order[row] = len(rollouts) + index
+    combined = Rollouts.concatenate([rollouts, responses]).rows(order)
+    return replace(combined, group=rollouts.group)

@@ -1,0 +1,100 @@
+"""A Hub on this machine: enough of its HTTP interface for huggingface_hub's own `snapshot_download`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+class Hub(ThreadingHTTPServer):
+    """Server of the repositories below a folder: ``models/ORG/NAME`` and ``datasets/ORG/NAME``."""
+
+    root: Path
+    requests: list[str]
+
+    @property
+    def address(self) -> str:
+        """Base URL, for HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print no line per request."""
+
+    def _answer(self, with_body: bool) -> None:
+        assert isinstance(self.server, Hub)
+        path = unquote(self.path.partition("?")[0])
+        self.server.requests.append(f"{self.command} {path}")
+        if path.startswith(("/api/models/", "/api/datasets/")):
+            kind, organisation, name, *rest = path.removeprefix("/api/").split("/")
+            folder = self.server.root / kind / organisation / name
+            if not folder.is_dir():
+                return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
+            files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
+            if rest[:1] == ["tree"]:
+                entries = [
+                    {
+                        "type": "file",
+                        "path": str(file),
+                        "size": (folder / file).stat().st_size,
+                        "oid": _digest(folder / file),
+                    }
+                    for file in files
+                ]
+                return self._send(200, json.dumps(entries).encode(), {}, with_body)
+            siblings = [{"rfilename": str(file)} for file in files]
+            body = {"id": f"{organisation}/{name}", "sha": COMMIT, "siblings": siblings}
+            return self._send(200, json.dumps(body).encode(), {}, with_body)
+
+        repository, _, file = path.partition("/resolve/")
+        if not repository.startswith("/datasets/"):
+            repository = f"/models{repository}"
+        target = self.server.root / repository[1:] / file.partition("/")[2]
+        if not target.is_file():
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+        headers = {"ETag": f'"{_digest(target)}"', "X-Repo-Commit": COMMIT}
+        return self._send(200, target.read_bytes(), headers, with_body)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub(root: Path) -> Iterator[Hub]:
+    """Serve the repositories of a folder while the block runs."""
+    server = Hub(("127.0.0.1", 0), _Handler)
+    server.root = root
+    server.requests = []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
