@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +154,7 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
 
 def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
     """Return the folder of the pinned revision of a copy; download it if it has not been before."""
+    from filelock import FileLock
     from huggingface_hub import snapshot_download
 
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
@@ -164,9 +163,12 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
     pin = pins / re.sub(r"[^\w.-]+", "_", name)
 
     # The ranks of a node load the configuration at once: one asks the Hub, the others find its copy.
-    with _locked(pin.with_suffix(".lock")):
+    with FileLock(pin.with_suffix(".lock")):
+        revision = copy.revision
         if pin.is_file():
             snapshot = Path(pin.read_text(encoding="utf-8"))
+            # Weights are those of the revision whose small files were downloaded before.
+            revision = snapshot.name
             if snapshot.is_dir() and (not weights or copy.kind == "dataset" or has_weights(snapshot)):
                 return snapshot
 
@@ -175,10 +177,6 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
             ignored += _OMITTED
             if not weights:
                 ignored.append(_WEIGHTS)
-        revision = copy.revision
-        if pin.is_file():
-            # Weights of the revision whose small files were downloaded before.
-            revision = Path(pin.read_text(encoding="utf-8")).name
         folder = snapshot_download(
             copy.repo,
             repo_type=copy.kind,
@@ -190,15 +188,6 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
         temporary.write_text(folder, encoding="utf-8")
         temporary.replace(pin)
         return Path(folder)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock ``path`` against the other processes of this machine while the block runs."""
-    from filelock import FileLock
-
-    with FileLock(path):
-        yield
 
 
 def has_weights(snapshot: Path) -> bool:
