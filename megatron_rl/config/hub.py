@@ -7,6 +7,7 @@ take the same copy without a request.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -160,7 +161,8 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    pin = pins / re.sub(r"[^\w.-]+", "_", name)
+    # A digest, since names that differ in a separator alone would be the same file name without separators.
+    pin = pins / hashlib.sha256(name.encode()).hexdigest()
 
     # The ranks of a node load the configuration at once: one asks the Hub, the others find its copy.
     with FileLock(pin.with_suffix(".lock")):
