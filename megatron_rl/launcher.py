@@ -192,7 +192,7 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def report_errors(error: UserError) -> None:
-    """Print the errors on one rank, in the same text under every launcher.
+    """Print the errors on one rank, with the same text under every launcher.
 
     Every rank finds the same errors in the same input, so rank 0 prints them and exits, and the launcher ends
     the others while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not

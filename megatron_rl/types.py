@@ -346,9 +346,9 @@ class Rollouts(_Rows):
     experts: Tensor | None = None
     """[N, layers, k] int16, experts that the engine routed each token to, -1 if it reported none."""
     max_response_tokens: Tensor | None = None
-    """[B] int64, length limit of each row in tokens, see `limited_counts`; None without a limit."""
+    """[B] int64, length limit of each row in tokens, see `limited_counts`; None if unlimited."""
     outcomes: tuple[Outcome | None, ...] | None = None
-    """B outcomes of episodes, None for rows that have not ended; None without an environment."""
+    """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
     """B rules that changed the logits before sampling, None for rows without; None if no row has any."""
 

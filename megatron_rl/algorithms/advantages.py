@@ -144,7 +144,7 @@ class FunctionAdvantage(Advantage):
 
 @dataclass(frozen=True)
 class NoRewards(Advantage):
-    """Advantage 0 of every token: nothing is learned from rewards, and a run needs none.
+    """Advantage 0 for every token: rewards are neither needed nor used.
 
     For algorithms whose training signal is another piece, such as distillation.
 

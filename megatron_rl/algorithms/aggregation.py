@@ -152,7 +152,7 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the aggregation with the longest response as the default of its constant."""
+        """Return a copy in which an unset ``scale_factor`` is the response limit in tokens."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)

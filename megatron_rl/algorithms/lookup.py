@@ -119,7 +119,7 @@ def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
 
 
 def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return the reason for a separate forward pass of the actor for the old log-probs, None without one.
+    """Return why the old log-probs need a separate forward pass of the actor, or None if they do not.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old

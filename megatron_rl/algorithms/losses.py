@@ -76,8 +76,8 @@ class PolicyLoss(Piece, ABC):
     )
     log_ratio_of: str = setting(
         "response",
-        "What has a squared log ratio: each response, by the sum over its tokens (Kimi k1.5, arXiv "
-        "2501.12599, equation 3, with tau twice this weight), or each token by itself.",
+        "Unit of the squared log ratio: each response, by the sum over its tokens (Kimi k1.5, arXiv "
+        "2501.12599, equation 3, with tau twice this weight), or each token.",
         choices=("response", "token"),
     )
 
@@ -147,8 +147,8 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
     """Compute the squared log ratio [N] of ``log_ratio_of``, 0 outside the mask.
 
-    Of a response it is the square of the sum over its tokens, distributed over them in equal parts: a sum
-    over the row is then the square, whatever its length. ``log_probs`` [N] carries the gradient.
+    For "response" it is the squared sum over the response, divided equally among its tokens, so that the
+    sum over a row is this square for any length. ``log_probs`` [N] carries the gradient.
 
     Source: Kimi k1.5, arXiv:2501.12599, equation 3.
 

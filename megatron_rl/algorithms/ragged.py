@@ -70,7 +70,7 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
         >>> last_masked_token(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
         [1, -1]
     """
-    # -1 is below every position, so a token outside the mask never is the maximum of a row with others.
+    # -1 is below every position: tokens outside the mask never win against tokens inside it.
     last = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
     positions = torch.arange(len(mask), device=mask.device)
     masked_positions = torch.where(mask, positions, -1)

@@ -396,7 +396,7 @@ def _check_with_inputs(
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(logging_errors(config))
-    # A configuration may be checked on another machine than the run's: a missing package stops the run only.
+    # The check may run on a different machine than the training: a missing package is an error only there.
     if not check.elsewhere:
         package_errors = list(missing_packages(config))
         if "model.attention" not in check.derived:
@@ -406,11 +406,11 @@ def _check_with_inputs(
         else:
             check.warnings.extend(package_errors)
 
-    # Code that imports a package which only the run's machines have.
+    # User code may import packages that only the run's machines have: such a failure is a warning here.
     if check.elsewhere:
         for errors in (check.errors, inputs.errors):
-            untried, errors[:] = split_unimported(errors)
-            check.warnings.extend(untried)
+            import_errors, errors[:] = split_unimported(errors)
+            check.warnings.extend(import_errors)
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
@@ -597,7 +597,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Return the report; a configuration without errors has derived values and plans."""
+    """Build the report; derive the remaining values and the plans only if there are no errors."""
     plans = None
     config = check.config
     if not check.errors:
@@ -605,12 +605,12 @@ def _report(
         config = plans.config
 
     # The origin of a derived section is also that of each value in it.
-    filled = {key: origins.get(key, DEFAULT) for key in flatten(config)}
+    value_origins = {key: origins.get(key, DEFAULT) for key in flatten(config)}
     if plans is not None:
         for path, reason in plans.reasons.items():
-            for key in filled:
+            for key in value_origins:
                 if key == path or key.startswith(f"{path}."):
-                    filled[key] = Origin("derived", reason)
+                    value_origins[key] = Origin("derived", reason)
 
     # Suggest names last, since each suggestion is tried on the complete configuration.
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
@@ -619,7 +619,7 @@ def _report(
         world_size=world,
         errors=tuple(_with_origin(error, origins) for error in errors),
         warnings=tuple(_with_origin(error, origins) for error in (*check.warnings, *inputs.warnings)),
-        origins=filled,
+        origins=value_origins,
         shape=inputs.shape,
         algorithm=algorithm,
         data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),

@@ -447,7 +447,7 @@ class TokenCounter:
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, None without a template."""
+        """Return the renderer of the chat template, None if it has no template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property

@@ -61,7 +61,7 @@ class Files:
             self.errors.append(error)
 
     def unmade(self) -> list[UserError]:
-        """Return one finding for each directory that its command has still to make."""
+        """Return one finding for each directory whose command has not been run yet."""
         findings: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"
@@ -78,7 +78,7 @@ class Files:
         return findings
 
     def _preparation(self, path: Path) -> tuple[str, str] | None:
-        """Return the prepared directory that is or contains ``path``, with its command."""
+        """Return the directory at or above ``path`` that a command creates, with this command; else None."""
         commands = dict(self.prepare)
         commands |= {directory: copy.command for directory, copy in self.hub.items()}
         for directory, command in commands.items():

@@ -594,7 +594,7 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 
 def _run_dir_problem(path: Path) -> str | None:
-    """Return why a run folder cannot be made at ``path``, None if it can."""
+    """Return why a run folder cannot be created at ``path``, or None if it can."""
     existing = path
 
     # Find the nearest existing parent, in which the missing folders would be made.

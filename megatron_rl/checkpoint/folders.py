@@ -41,7 +41,7 @@ _PROGRESS_SECONDS = 1.0
 def from_first_rank(compute: Callable[[], Any]) -> Any:
     """Return the value that the first rank computes. Collective over the world.
 
-    Ranks that looked for themselves could see different states of a shared file system for a while.
+    If every rank looked at a shared file system, ranks could see different states for a while.
     """
     value = None
     if device.rank() == 0:
@@ -252,7 +252,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
 
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files match their digests; None without any.
+    """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
 
     ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
     back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an

@@ -246,8 +246,8 @@ def load(
 
     On the layouts that saved it, the random generators of every rank are restored; on others they are seeded
     from the saved seed and step. Learning rate, decay and other settings stay as configured. Raises
-    UserError, before any tensor changes, if the checkpoint is of another model or optimizer. Collective over
-    the world.
+    UserError, before any tensor changes, if the checkpoint has a different model or optimizer. Collective
+    over the world.
     """
     folder = Path(directory)
 
@@ -425,7 +425,7 @@ def _require_same_role(
     model: ParallelModel,
     optimizer: Optimizer | None,
 ) -> None:
-    """Raise UserError if a role's entry of meta.json is of another model, other layers or optimizer."""
+    """Raise UserError if meta.json has a different model, layer kind, adapter or optimizer for the role."""
     check_same_model(folder, meta["model"], pretrained(model.hf_config))
     build = {
         "layers": _layer_kind(model),

@@ -325,7 +325,7 @@ def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
 
 
 def _absent_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
-    """Return the error of a box of a parameter that the checkpoint has no location of."""
+    """Return the error for a parameter, or a box of one, that is in no shard of the checkpoint."""
     text = "a parameter whose shards Megatron copies"
     if box is not None:
         text = f"{box.key} from {list(box.start)}"

@@ -571,7 +571,7 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
 
 
 def _padded(values: Tensor, buffer: Any) -> Tensor:
-    """Return a buffer's gathered elements at their offsets in the buffer, zeros between buckets."""
+    """Return a buffer's gathered elements at their offsets in the buffer, with zeros between buckets."""
     padded = values.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:

@@ -408,7 +408,7 @@ def _health(config: RunConfig) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    """Return a text behind its label, wrapped; no lines for an empty text."""
+    """Return a text after its label, wrapped; no lines for an empty text."""
     # A name that is broken at a hyphen can no longer be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
     first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
@@ -751,7 +751,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
     tensor, context, data, pipeline = layout.coordinates(rank)
     coordinates = [("t", tensor, layout.tensor), ("c", context, layout.context)]
     if role == ROLLOUT.name:
-        # A replica is numbered even where there is one, so that a label of it is not empty.
+        # A single replica gets an index too: its label would otherwise be empty.
         coordinates.insert(0, ("r", data, max(layout.data, 2)))
     else:
         coordinates += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
@@ -872,7 +872,7 @@ def _sync(report: CheckReport) -> list[str]:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
     if adapters_alone:
-        lines.append("the weights beneath the adapters move once, at the first sync")
+        lines.append("the base weights of the adapters move once, at the first sync")
     return [
         *lines,
         "a rank receives the bytes that it lacks, and copies the bytes that it has as an actor rank",

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
         print("\n".join(lines), flush=True)
 
-    # After the check, since it takes long. What libraries print meanwhile belongs into the rank's log.
+    # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
     with output_to(log, main=False):
         from megatron_rl.trainer import run as trainer

@@ -398,7 +398,7 @@ class CheckpointMemory:
 def checkpoint_memory(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return the memory of a checkpoint, from the estimates of `memory_plan`; None without an optimizer."""
+    """Return a checkpoint's memory from the estimates of `memory_plan`; None if no role has an optimizer."""
     shards = 0
     gathered = 0
     weights = 0
@@ -604,7 +604,7 @@ def _frozen(
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
     # An item of 0 bytes, so that the table shows why the role needs no memory.
     if is_initial_actor(config, path):
-        weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
+        weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")
 
     def item_name(item: str) -> str:
         return f"{role} {item}"

@@ -571,9 +571,9 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
 
 
 def versions_between(config: RunConfig) -> int:
-    """Return how many versions the rollout lags behind the actor just before a sync; see ``every``."""
+    """Return how many versions the rollout lags behind the actor just before a sync."""
     every = config.hybrid_engine.every
-    # Without any further sync, by all versions before that of the last step.
+    # Without further syncs (``every`` is 0) the last step lags by all earlier versions.
     last = max(0, config.steps - 1)
     return min(every - 1, last) if every else last
 

@@ -143,7 +143,7 @@ class RunFolder:
 
 
 def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
-    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None without one."""
+    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None if there is none."""
     for parent in checkpoint.resolve().parents:
         folder = RunFolder(parent)
         if folder.config.is_file():

@@ -112,7 +112,7 @@ class TokenBudget:
 
         ``resident``: bytes when a pass began; ``per_token``: bytes that it added per token of its largest
         micro-batch; None where no pass was measured. ``split``: tokens of the micro-batches of passes that
-        ran out of memory and were repeated, None without any.
+        ran out of memory and were repeated, None if there are none.
 
         Example:
             >>> budget = TokenBudget(4096, min_tokens=512, max_tokens=65536, allowed=80e9, estimate=4096)

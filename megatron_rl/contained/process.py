@@ -90,7 +90,7 @@ class LoadFailed(Exception):
         key: str,
         expected: str,
     ) -> UserError:
-        """Return the error of the code that the configuration names at ``key``."""
+        """Return the UserError for user code that failed to load; ``key`` is the setting that names it."""
         details = f"\n{self.details}" if self.details else ""
         return UserError(
             f"{description} cannot be loaded{details}",

@@ -652,7 +652,7 @@ class ChatTemplate(PlainText):
         if last not in tokens:
             return tokens
 
-        # Only whitespace may precede the end of the turn. Behind other text it is the end of a later
+        # Only whitespace may precede the end of the turn. After other text it is the end of a later
         # message, and the policy has ended its turn with another token.
         end = tokens.index(last)
         if self._tokenizer.decode(tokens[:end]).strip():

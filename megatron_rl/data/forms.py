@@ -496,7 +496,7 @@ class RecordReader:
         # The outer field of a dotted name is read, too.
         read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
-        # User code gets every further field. A field that belongs into the prompt has no effect there.
+        # User code gets every further field. A field that belongs in the prompt has no effect there.
         has_metadata = not self.responses and self.consumers.metadata is not None
         for name, value in values.items():
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):

@@ -86,7 +86,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
         for _ in range(DEMONSTRATIONS)
         for pair in sft_pairs
     ]
-    # Exactly the usual share of careless ones, so that the least possible loss is the same for every seed.
+    # A fixed number of careless ones: the minimum loss is then the same for every seed.
     careless_count = round(CARELESS * half)
     eval_demonstrations = [
         _demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)

@@ -536,8 +536,8 @@ class ResponseSource:
             f"{setting.rpartition('.')[0]}.max_row_tokens",
         )
 
-        # Without the last token, the end of the response, which is in empty responses as well.
-        self._uninstructive = [
+        # Compare without the last token: an empty response has an end token too.
+        self._uninformative = [
             encoded.records[index].where
             for index in self._indices
             if is_uninformative(*(responses[index][:-1].tobytes() for responses in self._responses))
@@ -555,8 +555,8 @@ class ResponseSource:
         """Yield sentences for the console: about long records, unread fields and useless responses."""
         yield self.length_report.line("records")
         yield from self._record_warnings
-        if self._uninstructive:
-            yield f"warning: {uninformative_text(self._uninstructive, len(self), self.unit > 1)}"
+        if self._uninformative:
+            yield f"warning: {uninformative_text(self._uninformative, len(self), self.unit > 1)}"
         for problem in self.text_warnings:
             yield as_warning(problem)
 
@@ -690,7 +690,7 @@ class _ResponseEncoder:
         rows = encode_pieces(tokenizer, texts, limit)
 
         # Tokenise the prompt and response separately if a token spans both, or if the prompt's tokens change
-        # with the response behind it: the policy samples after the tokens of the prompt.
+        # followed by the response: the policy samples after the tokens of the prompt.
         separate_rows = [
             index
             for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))

@@ -122,7 +122,7 @@ def end_token_ids(
 
 
 def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
-    """Return the texts of conversations under the tokenizer's chat template, None without a template."""
+    """Return the texts of conversations under the tokenizer's chat template, None if it has no template."""
     renderer = renderer_of(tokenizer)
     if renderer is None:
         return None
@@ -130,7 +130,7 @@ def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationT
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
-    """Return the text that ends a turn under the chat template, None without a template."""
+    """Return the text that ends a turn under the chat template, None if it has no template."""
     text = conversation_text(tokenizer)
     if text is None:
         return None

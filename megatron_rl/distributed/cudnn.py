@@ -23,7 +23,7 @@ def load_cudnn_of_torch() -> None:
     """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
 
     Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch loads no cuDNN
-    by itself. Warns if parts of another cuDNN are loaded already.
+    by itself. Warns if parts of a different cuDNN are already loaded.
     """
     if device.on_host() or find_spec("transformer_engine") is None:
         return

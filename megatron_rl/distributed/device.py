@@ -115,7 +115,7 @@ def capability() -> int:
 
 
 def toolkit() -> int | None:
-    """Return the major version of CUDA that torch is built for, None without an accelerator."""
+    """Return the major version of CUDA that torch is built for, None if there is no accelerator."""
     version = torch.version.cuda
     if _ON_HOST or version is None:
         return None

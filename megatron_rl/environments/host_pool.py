@@ -56,7 +56,7 @@ class TurnRequest(NamedTuple):
     """Messages that the environment observed since the last turn."""
 
     limit: int | None
-    """Most tokens of the turn, None without a limit."""
+    """Most tokens of the turn, None if unlimited."""
 
     opening: Opening | None = None
     """Messages in place of the record's prompt, with the first request alone."""
@@ -83,7 +83,7 @@ class EpisodeEnd(NamedTuple):
     """Whether the environment was refused a turn."""
 
     failure: str | None = None
-    """Kind of the failure, None without one."""
+    """Kind of the failure, None if there is none."""
 
     message: str = ""
     """Text of the failure."""
@@ -129,7 +129,7 @@ class _Host:
     """Deadline of each cancelled episode to release its thread."""
 
     pinged: float | None = None
-    """Time of an open ping, None without one. Sent when an environment is late, to distinguish a late
+    """Time of an open ping, None if there is none. Sent when an environment is late, to distinguish a late
     environment from a process that is blocked as a whole."""
 
 

@@ -302,7 +302,7 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return the source of another optimizer state, whose buffers have the same layout."""
+        """Return the source of another optimizer state with the same buffer layout."""
         source = copy(self)
         source._state = state
         return source

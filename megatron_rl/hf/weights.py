@@ -86,8 +86,8 @@ def load_weights(model: Chunked, path: str | Path) -> None:
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
     keeps its initial values if the checkpoint is of a policy, which has none. A simulation reads nothing.
-    Raises UserError, on all ranks, if tensors are missing, unexpected or of another shape. Collective over
-    the model's ranks.
+    Raises UserError, on all ranks, if tensors are missing, unexpected or have a different shape. Collective
+    over the model's ranks.
     """
     if device.simulated():
         return
@@ -126,7 +126,7 @@ def fill(
 
     run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
 
-    # In the same order on all ranks, which `_assign_sources` computes alike.
+    # In the same order on all ranks, which `_assign_sources` computes identically.
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             broadcast_tensor(parameters[storage], source, group)

@@ -32,7 +32,7 @@ _megatron_exchanges: dict[str, Any] = {}
 
 
 def prepare_experts() -> None:
-    """Replace the functions of Megatron-Core's router and dispatcher that fail here. Idempotent."""
+    """Replace functions of Megatron-Core's router and dispatcher that fail on this platform. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
         # Megatron defines the name only where Transformer Engine has it; the router compares it with None.

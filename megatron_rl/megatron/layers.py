@@ -680,7 +680,7 @@ def _fused_block(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
 
-    # The layers of a dense model are alike.
+    # The layers of a dense model are equal.
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
     )
@@ -792,7 +792,7 @@ def scale_embeddings(chunk: Any) -> None:
 
 
 def cap_scores(chunk: Any, cap: float) -> None:
-    """Bound the attention scores of a GPTModel chunk by ``cap`` (arXiv 2408.00118)."""
+    """Soft-cap the attention scores of a GPTModel chunk at ``cap`` (arXiv 2408.00118)."""
     for layer in chunk.decoder.layers:
         layer.self_attention.core_attention.cap = cap
 

@@ -349,7 +349,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
 
 
 def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
-    """Return the weight of a scalar head, which is trained together with adapters; None without one."""
+    """Return the weight of a scalar head, which is trained together with adapters; None if there is none."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
     return chunk.output_layer.weight

@@ -331,7 +331,7 @@ def build_model(
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
 
-    # Defaults of an accelerator, beneath the user's overrides.
+    # Defaults of an accelerator; the user's overrides win.
     role = AcceleratedRole(
         shape,
         layout,

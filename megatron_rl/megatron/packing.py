@@ -92,7 +92,7 @@ def _pack_all_rows(
     count: int,
     tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
-    """Pack all rows into ``ranks * count`` micro-batches and balance these by work, ``count`` to a rank."""
+    """Pack all rows into ``ranks * count`` micro-batches; balance the work of ``count`` of them per rank."""
     bins = _fit(lengths, budget, ranks * count)
     assert bins is not None, "the rows fit into so many micro-batches"
 
@@ -191,7 +191,7 @@ def _search(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Search a packing of (item, size) pairs, the largest first, into ``count`` bins; None without one."""
+    """Pack (item, size) pairs, sorted by falling size, into ``count`` bins; None if no packing is found."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
     steps = 0
@@ -202,7 +202,7 @@ def _search(
             return True
         item, size = items[depth]
 
-        # Bins with equal room are alike: try one of each.
+        # Bins with equal room are interchangeable: try one of each.
         bin_by_room = {free: index for index, free in enumerate(room) if free >= size}
         for index in bin_by_room.values():
             steps += 1

@@ -228,7 +228,7 @@ def import_parameters(
         # Embedding, final norm and output layer.
         if match is None:
             if name not in outer:
-                raise _without_rule(name, outer)
+                raise _unknown_parameter_error(name, outer)
             rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
             _COPY_RULES[outer[name].cut](target, rows, dense_cut)
             continue
@@ -240,7 +240,7 @@ def import_parameters(
         name_in_layer = name[match.end() :]
         weight = layer_weights[layer].get(EXPERT.sub(r"\1{expert}", name_in_layer))
         if weight is None:
-            raise _without_rule(name, layer_weights[layer])
+            raise _unknown_parameter_error(name, layer_weights[layer])
 
         # Experts are counted on the rank in parameters, over the whole model in the checkpoint.
         expert = 0
@@ -259,8 +259,8 @@ def import_parameters(
         _COPY_RULES[weight.cut](target, rows, cut)
 
 
-def _without_rule(parameter: str, available: Iterable[str]) -> UserError:
-    """Return the error for a parameter of a user's model that is not called as Megatron's."""
+def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
+    """Return the error for a parameter of a user's model whose name is not one of Megatron's."""
     return UserError(
         f"the checkpoint's tensors for the parameter {parameter} are unknown",
         where="model.weights",

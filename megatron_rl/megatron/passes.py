@@ -268,7 +268,7 @@ def obstacle(model: ParallelModel, *, trains: bool) -> str | None:
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:
-    """Return the groups of gradient buckets of a chunk, none of a model without gradients."""
+    """Return the groups of gradient buckets of a chunk; empty for a model without gradients."""
     if not isinstance(chunk, DistributedDataParallel):
         return []
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

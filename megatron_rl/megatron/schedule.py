@@ -76,7 +76,7 @@ class MicroBatch:
     support: Support | None
     """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
-    """Rules that changed the logits before sampling; None without any."""
+    """Rules that changed the logits before sampling; None if there are none."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None

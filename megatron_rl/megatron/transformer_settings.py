@@ -179,7 +179,7 @@ def role_settings(
     recompute: str = "none",
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the role's fields of the TransformerConfig: recompute, the user's overrides, the schedule's.
+    """Return the role's fields of the TransformerConfig: recompute, overrides and schedule.
 
     ``recompute`` is ``none``, ``selective`` or ``full``.
     """
@@ -205,7 +205,7 @@ def role_settings(
         # Packed micro-batches differ in length.
         settings["variable_seq_lengths"] = True
         # A stage releases an activation once it is sent. Interleaved schedules release it before they have
-        # waited for the send, which then reads memory that others write.
+        # waited for the send, which then reads memory that other tensors overwrite.
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")

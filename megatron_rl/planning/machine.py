@@ -217,7 +217,7 @@ def foreign_apex(version: str) -> Finding:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None without a working one."""
+    """Return the version of the NVIDIA driver; None if no working driver is installed."""
     gpus = _nvidia_smi()
     if not gpus:
         return None

@@ -277,7 +277,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
 
 
 def _tests(entry: Any) -> list[Test]:
-    """Return the tests of one entry of a list; raises ValueError."""
+    """Parse one entry of a sample's list of tests; raises ValueError."""
     if isinstance(entry, str):
         return _assertion_tests(entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("call"), str) and "returns" in entry:

@@ -49,7 +49,7 @@ class FilteredRows:
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers of the rows that need no call of a scorer and are not dropped."""
+        """Return the answers that need no call of a scorer: failed filters, and rewards of removed rows."""
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))

@@ -201,11 +201,11 @@ class FunctionReward:
         return Worker(self.config, self._key, self._writes, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         return RewardResult(self.answers(samples))
 
     def answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the function's answers for B samples, in their order."""
+        """Return the function's answers for B samples, in the order of ``samples``."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
 

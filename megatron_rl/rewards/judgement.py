@@ -33,7 +33,7 @@ def is_function(template: str) -> bool:
 
 
 def score_line(*, judgement: str, **_: Any) -> float | None:
-    """Return the number of the last line ``Score: N``; None without such a line and for a number above 1.
+    """Return the number of the last line ``Score: N``; None if there is no such line or the number exceeds 1.
 
     Example:
         >>> score_line(judgement="Right but for the unit.\\n**Score: 0.5**")

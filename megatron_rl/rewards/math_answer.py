@@ -68,7 +68,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``; None without one.
+    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``; None if there is none.
 
     Example:
         >>> last_boxed("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
@@ -131,7 +131,7 @@ def without_unit(answer: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last answer that a text marks with ``####`` or a box, without its unit; None without one.
+    """Return the last answer marked with ``####`` or a box, without its unit; None if there is none.
 
     A line after ``####`` that does not begin with a number counts only in a text without another mark.
 

@@ -137,7 +137,7 @@ class Server:
         """Whether one request is testing whether the server is back."""
 
     def ask(self, bodies: Sequence[Any]) -> list[Reply]:
-        """Post each of the ``bodies`` as JSON and return the replies, in their order."""
+        """Post each of the ``bodies`` as JSON and return the replies in the same order."""
         self.counts = Counter()
         if not bodies:
             return []
@@ -254,7 +254,7 @@ class Server:
         response: aiohttp.ClientResponse,
         content: bytes,
     ) -> _Attempt:
-        """Return the reply in a response: its JSON, or the reason why it is a failure."""
+        """Parse a response into its JSON value, or into a failure that may be worth a retry."""
         text = self._without_secrets(content.decode("utf-8", "replace"))
         status = response.status
 
@@ -268,7 +268,7 @@ class Server:
                 message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
                 return _Attempt(Reply(NONSENSE, message))
 
-        # Failure. Timeouts, rate limits and errors of the server may be temporary; refusals are not.
+        # Failure. Timeouts, rate limits and server errors may be temporary; other 4xx errors are not.
         reason = STATUS
         if status == 429:
             reason = RATE_LIMITED
@@ -353,7 +353,7 @@ class HttpReward:
         self.server = Server(config, config.url, secret_headers(config))
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         # Each request has several samples, or one group.
         requests = self._rows_of_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
@@ -482,7 +482,7 @@ class JudgeReward:
         return function
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         answers: dict[int, Answer] = {}
 
         # The judge's prompts; the user's template may fail for some samples.

@@ -292,7 +292,7 @@ def build_model_role(
     """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
     With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
-    model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
+    model, with the actor's adapters switched off, or the base of adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """
     # The role's section and layout, and the model that it starts from.
@@ -395,7 +395,7 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 
 
 def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
-    """Return the adapters to attach to a role's model, None without adapters.
+    """Return the adapters to attach to a role's model, None for a role without adapters.
 
     A stage of the actor that has ended has merged the adapters of ``lora.path`` into its model, so new
     ones start from zero.

@@ -69,7 +69,7 @@ class Scorer(Protocol):
     missing: tuple[str, ...]
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return the rewards of the samples, in their order."""
+        """Return the rewards of the samples, in the order of ``samples``."""
         ...
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class RewardRole:
         self._visible = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
-        # One worker: a function's processes work on one list of samples after the other.
+        # One worker: a function's processes handle one list of samples at a time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
         self._filters: ResponseFilters | None = None
@@ -537,9 +537,9 @@ def _score_rows(
     samples: Mapping[int, Sample],
     verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:
-    """Run a scorer on the samples, by row, that the filters keep; return its name and its answers by row.
+    """Run a scorer on the samples that pass the filters; return its name and its answers by row.
 
-    ``verdicts`` are the filters' answers, which an earlier task of the same thread has computed.
+    ``samples`` are keyed by row. ``verdicts`` are the filters' answers, from an earlier task of this thread.
     """
     if verdicts is not None:
         _, answers = verdicts.result()

@@ -315,7 +315,7 @@ def append_new_tokens(
 
 
 def _rules(sequence: Sequence) -> LogitRules | None:
-    """Return the rules that changed the logits of a sequence, None without any."""
+    """Return the rules that changed the logits of a sequence, None if there are none."""
     if not sequence.sampling.has_rules:
         return None
     return LogitRules(sequence.sampling, len(sequence.prompt))
@@ -328,7 +328,7 @@ def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
 
 
 def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
-    """Return (layers, experts per token) of the sequences' experts, None without any."""
+    """Return (layers, experts per token) of the sequences' experts, None if there are none."""
     for sequence in sequences:
         if sequence.experts is not None:
             _, layers, experts_per_token = sequence.experts.shape

@@ -55,7 +55,7 @@ class _Conversation:
     """Number of the episode in `EnvironmentPool`."""
 
     max_model_len: int | None
-    """The engine's bound of prompt and response together, None without one."""
+    """The engine's bound of prompt and response together, None if there is none."""
 
     stops: StopTexts
     """Searches for stop texts in its turns."""
@@ -73,10 +73,10 @@ class _Conversation:
     """Whether the sequence has an open request."""
 
     round_tokens_left: int | None = None
-    """Tokens that may still be sampled in this token round, None without a bound."""
+    """Tokens that may still be sampled in this token round, None if unbounded."""
 
     turn_tokens_left: int | None = None
-    """Tokens that may still be sampled in this turn, None without a bound."""
+    """Tokens that may still be sampled in this turn, None if unbounded."""
 
     tools: list[dict[str, Any]] | None = None
     """Tools that the environment opened with, in OpenAI's form."""

@@ -316,9 +316,9 @@ class SchedulerOutput(NamedTuple):
 class ReplicaScheduler:
     """Scheduler of one replica, for sequences that are one response to their prompt.
 
-    Collective over ``ranks``, the replica's. All of them must call the engine alike. Either all ranks compute
-    the same schedule, without a message per engine step; that needs a schedule that depends on the engine's
-    completions alone. Or the replica ``is_led``: its first rank alone schedules (``is_leader``), and
+    Collective over ``ranks``, the replica's. All of them must make the same engine calls. Either all ranks
+    compute the same schedule, without a message per engine step; that needs a schedule that depends on the
+    engine's completions alone. Or the replica ``is_led``: its first rank alone schedules (``is_leader``), and
     broadcasts its `SchedulerOutput`. ``stop_when`` ends the round between two engine steps.
     """
 
@@ -341,7 +341,7 @@ class ReplicaScheduler:
         self._schedules = is_leader or not is_led
         self._version = queue.round.version
 
-        # Limit of tokens per sequence in this token round, None without one.
+        # Limit of tokens per sequence in this token round, None if there is none.
         self._token_round: int | None = None
         # Indices in `admitted` of the sequences that wait for a request, and the number of open requests.
         self._pending: list[int] = []
@@ -610,7 +610,7 @@ def _run_token_rounds(
                 admitted.sequence.finished_in = token_round
                 newly_finished.append(admitted.position)
 
-        # Every rank needs the positions of all replicas, so that all decide alike whether to continue.
+        # Every rank needs the positions of all replicas, so that all make the same decision to continue.
         positions = newly_finished if is_output_rank else []
         for replica_positions in all_ranks.gather_objects(positions):
             finished_in |= dict.fromkeys(replica_positions, token_round)

@@ -98,7 +98,7 @@ class StopTexts:
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> StopSearch | None:
-        """Return the search in a turn, the last ``turn_tokens`` of ``tokens``; None without stop texts."""
+        """Search a turn, the last ``turn_tokens`` of ``tokens``; return None if it has no stop texts."""
         if not sampling.stop_texts:
             return None
         start = len(tokens) - turn_tokens

@@ -76,10 +76,10 @@ class AcceleratedRole:
     """Whether it has low-rank adapters."""
 
     @property
-    def states_attention(self) -> bool:
+    def sets_attention_backend(self) -> bool:
         """Return whether the model sets ``attention_backend``, Transformer Engine's attention kernel.
 
-        Megatron keeps the choice for the whole process, so models with plain layers make it too.
+        Megatron keeps one choice for the whole process, so models with plain layers set it as well.
         """
         return self.half_precision and (self.fused or self.shape.plain_layers)
 
@@ -153,7 +153,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "fused",
         "Transformer Engine's layers in half precision",
-        lambda role: role.states_attention and role.kernel != "flash",
+        lambda role: role.sets_attention_backend and role.kernel != "flash",
         "without a fused kernel Transformer Engine raises, instead of keeping the scores of whole rows",
     ),
     AcceleratorDefault(
@@ -161,7 +161,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "flash",
         "the same before compute capability 9.0, with flash-attn installed",
-        lambda role: role.states_attention and role.kernel == "flash",
+        lambda role: role.sets_attention_backend and role.kernel == "flash",
         "cuDNN has no kernel for packed rows there",
     ),
     AcceleratorDefault(

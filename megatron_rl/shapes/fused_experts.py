@@ -43,7 +43,7 @@ class TensorLocation:
     begin: int = 0
     """First row of the part."""
     end: int = 0
-    """Row behind the part."""
+    """Row after the part."""
     step: int = 1
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False

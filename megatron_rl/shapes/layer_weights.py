@@ -411,7 +411,7 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
         projection_bias = Source("mlp.gate.bias", (shape.experts,))
         yield Weight("mlp.router.bias", "whole", (projection_bias,))
 
-    # All shared experts of a layer are one MLP, of their widths together.
+    # All shared experts of a layer are one MLP of their total width.
     if shape.shared_width:
         yield from _mlp_matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
     if shape.shared_gate:

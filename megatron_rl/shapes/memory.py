@@ -175,9 +175,9 @@ class _FusedLayer:
         return 3 * width
 
     def routed(self, width: float) -> float:
-        """Count the elements of one routed expert, which saves as much as a dense MLP.
+        """Count the saved elements of one routed expert, as many as those of a dense MLP.
 
-        Experts with biases compute as `_OwnLayer`'s do, without a fused activation.
+        Experts with biases have no fused activation, as in `_OwnLayer`.
         """
         if self.shape.expert_bias:
             return 8 * width

@@ -102,7 +102,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation of a config.json; None without one.
+    """Return the quantisation of a config.json; None if there is none.
 
     ``file`` is the path that errors name. Raises UserError for one that cannot be read.
     """

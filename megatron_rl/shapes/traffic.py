@@ -58,16 +58,16 @@ def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tupl
 
 
 def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
-    """Return the rows of queries, keys and values on one of the ranks that share their interleaving equally.
+    """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
-    ``group_rows`` are the rows of each in a group. The interleaving has the queries of a group first, then
-    its key and its value, and then the next group. A rank's share may begin and end inside a group.
+    The fused weight has query, key and value rows of the first group, then those of the next group;
+    ``group_rows`` are their numbers in a group. Shards are equal, so one may begin and end inside a group.
     """
     group_size = sum(group_rows)
 
-    # The rank's share is a range of the interleaving: count each tensor's rows before both of its ends.
+    # The shard is a range of fused rows: count each tensor's rows before both of its ends.
     def rows_before(end: int, offset: int, size: int) -> int:
-        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the interleaving."""
+        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the fused weight."""
         # All rows of the complete groups, and the part of the last group that is before its end.
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
@@ -266,7 +266,7 @@ Weights = tuple[Weight, ...]
 
 
 class _CommonBytes(NamedTuple):
-    """Bytes of one layer that trainer and engine have in common, [ranks of a replica] in the inner lists."""
+    """Bytes of one layer that are on a trainer rank and on an engine rank: [ranks of a replica] per list."""
 
     dense: list[list[int]]
     """By tensor-parallel rank of the trainer."""
@@ -291,7 +291,7 @@ class _Engine:
     def common_bytes(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> dict[int, list[int]]:
-        """Return the bytes that ranks have in common: by global rank of a trainer, [ranks of a replica]."""
+        """Return by trainer rank the bytes that it has in common with each rank of a replica."""
         result: dict[int, list[int]] = {}
         layer_bytes: dict[Weights, _CommonBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)

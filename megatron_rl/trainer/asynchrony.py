@@ -80,7 +80,7 @@ class AheadBatches:
         phase: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """Yield the oldest batch of the queue, while the newest weights sample a later one.
+        """Yield the oldest batch of the queue while the next one is sampled with the newest weights.
 
         See `BatchSource.next`.
         """

@@ -129,7 +129,7 @@ class Run:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Return the configured algorithm, with its pieces."""
+        """Return the configured algorithm: advantage estimator, losses and other components."""
         return self._training.algorithm
 
     @property

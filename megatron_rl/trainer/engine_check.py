@@ -110,7 +110,7 @@ def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]
 def _rollouts(
     requests: list[GenerationRequest], completions: Iterable[Completion], version: int
 ) -> Rollouts | None:
-    """Return the rows of the completions that have tokens, None without any."""
+    """Return the rows of the completions that have tokens, None if there are none."""
     sequences = []
     for completion in completions:
         # A server that was lost fails its requests. The run tolerates that, so this check does, too.

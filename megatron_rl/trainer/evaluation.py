@@ -199,7 +199,7 @@ def _reward_set(
     )
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
-    # Statistics of several answers per prompt, computed alike on every rank.
+    # Statistics of several answers per prompt, with the same result on every rank.
     texts = roles.reward.responses(rollouts)
     statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})

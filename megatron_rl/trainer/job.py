@@ -371,7 +371,7 @@ class Stopped(BaseException):
 class Stop:
     """Stop request of this rank, with a limit on the time until its step has ended and is saved.
 
-    ``signal_number``: the signal that asked the job to stop, None without one.
+    ``signal_number``: the signal that asked the job to stop, None if there is none.
     ``rank_text``: description of this rank in messages.
     """
 
@@ -393,7 +393,7 @@ class Stop:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Defer a stop to the end of a step: inside the block every step ends with `Job.stop_if_asked`."""
+        """Defer a requested stop to the end of a step, where `Job.stop_if_asked` saves a checkpoint."""
         self._can_save = True
         try:
             yield

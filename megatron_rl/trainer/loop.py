@@ -458,7 +458,7 @@ class MismatchError(RuntimeError):
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
     """Raise MismatchError if `fresh_difference` is above ``stop``; the health rule ``mismatch`` warns below.
 
-    A silent difference of trainer and rollout engine ruins runs: the gradients are of another policy.
+    A silent difference of trainer and rollout engine ruins runs: gradients are those of a different policy.
     """
     assert config.stop is not None, "the configuration is resolved"
     # A NaN is above no threshold, and must stop the run.

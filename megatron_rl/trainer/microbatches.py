@@ -63,8 +63,8 @@ class MicroBatchControl:
     def after_step(self, values: Mapping[str, float]) -> Metrics:
         """Adapt the budget to the measurements of a step; ``values`` are its metrics over all ranks.
 
-        Return the tokens per micro-batch of the step. Every rank has the same values, so all ranks change
-        alike.
+        Return the tokens per micro-batch of the step. Every rank has the same values, so all
+        ranks adopt the same budget.
         """
         announce_split_passes(self._job, values)
         before = self._state.budget

@@ -130,7 +130,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template, which all sets have in common."""
+    """Return whether the prompts were rendered with the chat template, equal for all data sets."""
     return next(iter(sources.values())).templated
 
 

@@ -632,7 +632,7 @@ class Training:
 
 
 def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
-    """Return the step's tokens of prompts and responses per second."""
+    """Return the tokens per second of a step, of prompts and responses together."""
     tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,

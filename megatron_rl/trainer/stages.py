@@ -78,7 +78,7 @@ class StageData:
     train: ResponseSource
     """Records to learn from."""
     held_out: ResponseSource | None
-    """Records on which the loss is only evaluated, None without any."""
+    """Records on which the loss is only evaluated, None if there are none."""
     per_step: int
     """Records of a step."""
     records: int

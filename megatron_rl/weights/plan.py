@@ -104,7 +104,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return by sender the regions that a rank receives; its own rank has the local copies."""
+        """Return the regions that a rank receives, by sender; sender ``rank`` stands for local copies."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)

@@ -1,6 +1,6 @@
 """Point-to-point transfer of tensor regions between ranks, through staging memory of a fixed size.
 
-The regions for one peer are packed into messages, which both sides divide alike without any negotiation: the
+The regions for one peer are packed into messages, which both sides compute without any negotiation: the
 division depends only on shapes, dtypes and the size of a message.
 """
 
@@ -62,7 +62,7 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """Messages of one ordered pair of ranks, which both sides divide alike."""
+    """Messages of one ordered pair of ranks; both sides compute the same division."""
 
     slot: int
     """Bytes of the largest message."""

@@ -305,7 +305,7 @@ def _is_installed(module: str) -> bool:
 
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a section that cannot be tried on this machine, with what each needs."""
+    """Return the fields of a section that cannot be tried on this machine, with their requirements."""
     unmet: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)

@@ -1,7 +1,7 @@
 """Rules on a checkpoint's tokenizer and chat template, without importing transformers.
 
 transformers takes seconds to import; the library `tokenizers` and the checkpoint's JSON files are enough to
-detect a tokenizer that is missing, damaged, or of another model.
+detect a tokenizer that is missing, damaged, or made for a different model.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def vocabulary_of(path: Path) -> int | None:
 
 
 def _load(path: Path) -> Any:
-    """Return the tokenizer in a folder; None without tokenizer.json, or without the library `tokenizers`."""
+    """Load the tokenizer of a folder; None without tokenizer.json or without the library `tokenizers`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -200,7 +200,7 @@ def _load(path: Path) -> Any:
 
 
 def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
-    """Return the object in a JSON file, None without one; a file that cannot be read is an error."""
+    """Read a JSON object from a file. Return None if it is missing or unreadable; the latter is an error."""
     if not file.is_file():
         # transformers would block on a pipe, or fail on a folder.
         if os.path.lexists(file):
@@ -326,7 +326,7 @@ def _generation_end_errors(
     if eos is None:
         return
 
-    # One id, or a list of several ends.
+    # One end token, or a list of them.
     ids = [eos]
     if isinstance(eos, list):
         ids = eos
@@ -346,7 +346,7 @@ def _generation_end_errors(
 
 
 def _is_token_id(value: Any, vocabulary: int | None) -> bool:
-    """Return whether a value is an integer (not a bool) from 0 to below ``vocabulary``, None for no bound."""
+    """Return whether a value is an int (not a bool) in [0, ``vocabulary``); None means no upper bound."""
     if type(value) is not int or value < 0:
         return False
     return vocabulary is None or value < vocabulary
@@ -358,7 +358,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def folder_renderer(path: Path) -> TemplateRenderer | None:
-    """Return the renderer of a checkpoint's chat templates, None without a template."""
+    """Return the renderer of a checkpoint's chat templates, None if it has no template."""
     templates = chat_templates(path)
     if not templates or not can_render():
         return None

@@ -492,7 +492,7 @@ class RolloutConfig:
 
     @property
     def most_in_flight(self) -> int | None:
-        """Return the largest number of episodes that a replica samples at once; None without a bound."""
+        """Return the largest number of episodes that a replica samples at once; None if unbounded."""
         # The engine schedules no more sequences than its own limit.
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)

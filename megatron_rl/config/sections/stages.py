@@ -146,7 +146,7 @@ class PreferenceConfig(PairsConfig):
     """
 
     loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
-    # SimPO divides log-probs by the length, so that its beta is of another size than DPO's.
+    # SimPO divides log-probs by the length, so its beta has a different scale than DPO's.
     beta: float | None = setting(
         None, "Strength of the pull to the reference.", unset="0.1, and 2.0 with simpo", **POSITIVE
     )

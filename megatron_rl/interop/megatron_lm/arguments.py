@@ -36,7 +36,7 @@ ABSENT: Mapping[str, str] = {
     "moe_shared_expert_gate": "a gate on shared experts",
     "glu_linear_offset": "an offset in the gated MLP",
     "activation_func_clamp_value": "clamped activations",
-    "apply_residual_connection_post_layernorm": "residuals behind the norm",
+    "apply_residual_connection_post_layernorm": "residuals after the norm",
     "fp32_residual_connection": "residuals in float32",
 }
 """Arguments of features that cannot be trained here: argument -> feature."""
@@ -384,7 +384,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Return whether two arguments are equal: numbers up to rounding, and all false values alike."""
+    """Return whether two arguments are equal: numbers up to rounding, false values of any type."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
         return abs(value - expected) <= 1e-6 * abs(expected)

@@ -152,7 +152,7 @@ class MegatronCheckpoint:
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
         """Return the possible orders of parameters in the optimizer buffers, most likely first.
 
-        Raises UserError for buffers of another model or layout than the arguments.
+        Raises UserError if the buffers do not match the model or layout of the arguments.
         """
         # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}

@@ -22,13 +22,13 @@ class CheckedStep:
     """
 
     gpu: str | None = None
-    """Name of the GPU in constants.json; None without a prediction."""
+    """Name of the GPU in constants.json; None if there is no prediction."""
     assumed: bool = False
     """Whether the configuration names no GPU, so that `ASSUMED_GPU` was taken."""
     response_tokens: float = 0.0
     """Mean tokens of a response that the prediction assumes."""
     step: RunStep | None = None
-    """Seconds and FLOPs of the step; None without a prediction."""
+    """Seconds and FLOPs of the step; None if there is no prediction."""
     reason: str = ""
     """Reason why there is no prediction."""
 

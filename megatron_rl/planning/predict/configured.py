@@ -335,8 +335,8 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
 
 
 def _override_lines(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a layout as lines that can be pasted behind a command."""
-    # A quoted value may contain spaces, at which no line may break.
+    """Format the overrides of a layout as lines that can be pasted after a command."""
+    # Break between overrides only: a quoted value may contain spaces.
     lines = [""]
     for text in map(shlex.quote, overrides):
         if lines[-1] and len(lines[-1]) + len(text) >= _OVERRIDE_WIDTH:

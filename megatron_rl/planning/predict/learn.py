@@ -717,7 +717,7 @@ def fullest_training(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Return the memory of a role from that of its stages."""
+    """Return the memory of a role: its fullest stage, and the largest states of any stage."""
     fullest = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)

@@ -772,7 +772,7 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
 
 
 def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
-    """Add the reasons for which a plan is no simpler, from the results of the simpler searches before it."""
+    """Explain a complex plan: add what the simpler plans of earlier searches would cost."""
     name = plan.name
     reasons: list[str] = []
 

@@ -72,13 +72,13 @@ class Simulation(TorchDispatchMode):
             yield
 
     def name_groups(self, groups: Mapping[str, Any]) -> None:
-        """Record the kind under which a communicator's traffic is counted; a communicator keeps its first."""
+        """Name process groups, by which traffic is counted; groups of the same ranks keep the first name."""
         for kind, group in groups.items():
             if group is not None:
                 self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
 
     def kind(self, ranks: tuple[int, ...]) -> str:
-        """Return the kind of the communicator of these ranks; without one, their number as text."""
+        """Return the name of the process group of these ranks, or ``N ranks`` if it has no name."""
         return self._kinds.get(ranks, f"{len(ranks)} ranks")
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Simulate ranks of a checked job in separate processes, and compare their bytes with the memory estimate.
 
-The idea: ranks of a pipeline stage are alike, and only a few stages of a pipeline differ in memory. So a few
+The idea: ranks of a pipeline stage are equal, and only a few stages of a pipeline differ in memory. So a few
 simulated ranks suffice for a job of any size.
 """
 

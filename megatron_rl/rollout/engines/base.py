@@ -40,7 +40,7 @@ class Generator(Protocol):
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the maximum number of tokens of a request with its completion, None without a bound."""
+        """Return the maximum number of tokens of a request with its completion, None if unbounded."""
         ...
 
     @property
@@ -154,7 +154,7 @@ class Engine(Generator, WeightStore, Protocol):
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of an adapter that is separate from the weights, None without one."""
+        """Return the storage of an adapter that is separate from the weights, None if there is none."""
         ...
 
     def close(self) -> None:

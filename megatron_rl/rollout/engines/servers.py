@@ -291,7 +291,7 @@ class ServerGenerator:
             self._run(asyncio.wait(tasks))
 
     def _choose(self, seed: int) -> Server | None:
-        """Return the server of a sequence, or the least busy one for a new sequence; None without servers."""
+        """Return the server of a sequence, for a new one the least busy; None if there are no servers."""
         # The server of an earlier request may be lost.
         if self._server_of.get(seed) not in self._in_flight:
             if not self._in_flight:

@@ -54,7 +54,7 @@ class _OpenRequest:
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
 
     search: StopSearch | None
-    """Search for stop texts in the tokens of vLLM's request, None without stop texts."""
+    """Search for stop texts in the tokens of a vLLM request; None if it has no stop texts."""
 
     searched: int = 0
     """Number of sampled tokens of vLLM's request that were searched: all up to the completed stop text."""

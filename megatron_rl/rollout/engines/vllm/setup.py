@@ -91,7 +91,7 @@ def prepare_vllm() -> None:
 
 
 def keep_weights_writable() -> None:
-    """Make vLLM store the weights of models loaded from now on so that they can be written in place.
+    """Make vLLM store the weights of later models in a layout that can be written in place.
 
     May be called repeatedly.
     """
@@ -105,7 +105,7 @@ def keep_weights_writable() -> None:
 
 
 def weights_are_writable() -> bool:
-    """Return whether models that vLLM loads from now on can be written in place."""
+    """Return whether the weights of models that vLLM loads can be written in place."""
     return _writable
 
 
