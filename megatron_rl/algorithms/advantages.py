@@ -3,7 +3,7 @@
 GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
 statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.
 
-Discounted returns (REINFORCE++, ReMax), GAE and VAPO's lambda compute one per token, ragged [N] with
+Discounted returns (REINFORCE++, ReMax) and GAE (PPO, VAPO) compute one advantage per token, ragged [N] with
 ``lengths`` [B]; ``mask`` [N] marks response tokens. Tokens outside the mask (prompts, tool output between
 turns) are skipped: the recursion steps from one response token to the next across them, and their result
 is 0.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPECTED = "Advantages(advantages, returns) of tensors with one value per token [N]"
-"""Form of an estimator's result; `outcome` makes it from one value per row."""
+"""Result that an estimator must return, for error texts. `outcome` constructs it from one value per row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AdvantageInputs:
     rewards: Tensor
     """[B], shaped, minus the KL penalty if it is in the reward; 0 for invalid rows."""
     token_rewards: Tensor
-    """[N], the same per token: the reward on a row's last response token, the KL penalty on each token."""
+    """[N], ``rewards`` per token: the reward on a row's last response token, the KL penalty on each token."""
     mask: Tensor
     """[N] bool, response tokens of valid rows."""
     lengths: Tensor
@@ -57,7 +57,7 @@ class AdvantageInputs:
     baseline_rewards: Tensor | None
     """[B], reward of a greedy response to the row's prompt, shaped as ``rewards`` are."""
     components: Mapping[str, Tensor]
-    """Name -> [B], the reward's components, not shaped."""
+    """Name -> [B], the reward's components, without shaping."""
 
     @property
     def response_lengths(self) -> Tensor:
@@ -84,7 +84,7 @@ class Advantage(Piece, ABC):
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
     response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
     reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is false
-    for one that reads neither.
+    for an estimator that reads neither the reward nor its components.
     """
 
     whiten: bool = setting(
@@ -148,7 +148,7 @@ class NoRewards(Advantage):
 
     For algorithms whose training signal is another piece, such as distillation.
 
-    Source: none; the gradient of a constant reward with itself as baseline.
+    Source: none. It is the advantage of a constant reward with that reward as the baseline.
 
     Example:
         >>> NoRewards()(advantage_inputs([1.0, 0.0], group=[0, 0])).advantages.abs().sum().item()
@@ -258,11 +258,11 @@ class Grpo(GroupAdvantage):
         """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
-        # Minus its own mean, the advantage of a single response would be 0 for any reward.
+        # A single response is its own mean: subtracting it would give advantage 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
-                # All rows as one group: its deviation is that of the step.
+                # The standard deviation of all rows as one group is that of the step.
                 one_group = torch.zeros_like(inputs.group)
                 count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
             scale = torch.where(count > 1, std, 1) + self.epsilon
@@ -312,7 +312,7 @@ class GrpoPassAtK(GroupAdvantage):
     The first sample with the largest reward gets ``(R_max - R_second) / (std_g + epsilon)``, all others 0.
     A tie for the largest reward gives 0 to every sample, and so does a group with fewer than two valid ones.
 
-    Source: arXiv:2503.19595; form of verl.
+    Source: arXiv:2503.19595, in verl's form.
 
     Example:
         >>> inputs = advantage_inputs([2.0, 1.0, 0.0], group=[0, 0, 0])
@@ -382,7 +382,7 @@ class Opo(GroupAdvantage):
         weighted_sum = ragged.group_sums(weights * torch.where(valid, rewards, 0), group)
         weighted_mean = weighted_sum / total_weight.clamp(min=1)
 
-        # Equal rewards have that reward as exact mean, so that rounding leaves their advantage at 0.
+        # For equal rewards use the unweighted mean, which is exact: rounding must not give an advantage.
         baseline = torch.where(std == 0, mean, weighted_mean)
         baseline = torch.where((count > 1) & (total_weight > 0), baseline, 0)
         return torch.where(valid, rewards - baseline, 0)
@@ -432,7 +432,8 @@ class Gdpo(GroupAdvantage):
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
     Example:
-        Rewards (0, 1) in one component and (0, 2) in two are the same to GRPO, not to GDPO.
+        GRPO gives total rewards (0, 1) and (0, 2) equal advantages; GDPO gives larger ones if two components
+        differ.
 
         >>> one, two = {"a": [0.0, 1.0], "b": [0.0, 0.0]}, {"a": [0.0, 1.0], "b": [0.0, 1.0]}
         >>> inputs = advantage_inputs([0.0, 1.0], group=[0, 0], components=one)
@@ -565,7 +566,7 @@ class Gae(Advantage):
 
 @dataclass(frozen=True)
 class Vapo(Advantage):
-    """GAE with one lambda for the policy, by response length, and another for the critic's targets.
+    """GAE with a lambda for the policy that depends on response length, and another for the critic's targets.
 
     Source: VAPO, arXiv:2504.05118, decoupled and length-adaptive GAE.
     """
@@ -601,7 +602,7 @@ def discounted_returns(
     Source: REINFORCE++, arXiv:2501.03262.
 
     Example:
-        The middle token is a tool's: it is skipped, not discounted.
+        The middle token comes from a tool: it is skipped and adds no discount.
 
         >>> r, mask = torch.tensor([0.0, 9.0, 1.0]), torch.tensor([True, False, True])
         >>> discounted_returns(r, mask, torch.tensor([3]), gamma=0.5).tolist()
@@ -629,7 +630,7 @@ def gae(
     response token of the row and both are 0 after the last: an episode ends with its row. The critic's
     targets are ``A + V``. ``values[t]`` is the critic's estimate before token t is produced.
 
-    Source: GAE, arXiv:1506.02438, equation 16; skipping of other tokens as in verl.
+    Source: GAE, arXiv:1506.02438, equation 16; tokens outside the mask are skipped as in verl.
 
     Example:
         >>> r, v = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])

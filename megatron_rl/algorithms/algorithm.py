@@ -121,7 +121,7 @@ class Algorithm:
     distillation: Distillation = NoDistillation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
     max_response_tokens: int | None = None
-    """Length limit in tokens of responses without a limit of their own; set by `within`."""
+    """Length limit in tokens of responses for which the rollouts give no limit; set by `within`."""
 
     @property
     def needs_critic(self) -> bool:
@@ -140,7 +140,7 @@ class Algorithm:
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether the algorithm learns from rewards."""
+        """Whether a reward or its components influence the training."""
         return self.advantage.learns_from_rewards
 
     @property
@@ -155,12 +155,12 @@ class Algorithm:
 
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces: key -> piece."""
-        # The name, the summary and the length limit are fields too, and no pieces.
+        # The name, the summary and the length limit are fields, but not pieces.
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return the algorithm with settings that depend on the longest response filled in."""
+        """Return the algorithm for a response limit in tokens, from which pieces derive unset settings."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **changed)
 
@@ -169,7 +169,7 @@ class Algorithm:
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
 
-        # The buffer can only be compared with the limit of a run. A limit of the piece precedes it.
+        # The overlong buffer must fit into the run's response limit, unless the piece sets its own limit.
         if self.max_response_tokens is not None and self.overlong.limit is None:
             limits = {"rollout.max_response_tokens": self.max_response_tokens}
             yield from self.overlong.buffer_errors("algorithm.overlong", limits)
@@ -209,12 +209,12 @@ class Algorithm:
                 where="algorithm.overlong.buffer",
                 expected="null: no penalty",
                 got=f"{self.overlong.buffer:g}",
-                fix="have the reward function return the penalty as a component of its own",
+                fix="have the reward function return the penalty as a separate component",
             )
 
-        if self.reward_shaping.changes:
+        if self.reward_shaping.changes_rewards:
             yield UserError(
-                f"{name} does not read the reward that is shaped, and scales each component by itself",
+                f"{name} does not read the reward that is shaped, and scales each component separately",
                 where="algorithm.reward_shaping",
                 expected="no shaping",
                 got="settings that change the reward",

@@ -1,6 +1,7 @@
 """KL of the policy to a reference, with the controller of its coefficient, and to a teacher.
 
-The reference is where the policy began: the penalty keeps it near. The teacher is what it learns from.
+The reference is the policy before training, and the penalty keeps the trained policy close to it. A teacher
+is another model, whose log-probs are the training signal of distillation.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class KlInLoss(KlPenalty):
     ratio_weight: bool = setting(
         False,
         "Whether each token's estimate is multiplied by the ratio of new to old policy, with its gradient: "
-        "unbiased where the sampling policy is older (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).",
+        "unbiased if the sampling policy is older (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).",
     )
 
     in_loss: ClassVar[bool] = True
@@ -174,8 +175,8 @@ class KlInLoss(KlPenalty):
 class KlInReward(KlPenalty):
     """KL penalty subtracted from the reward, token by token.
 
-    The default is k1: in the reward its policy gradient is that of the true KL. As a loss its expected
-    gradient is 0.
+    The default estimator is k1: in the reward its policy gradient is that of the true KL, while in a loss its
+    expected gradient is 0.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.
     """
@@ -187,7 +188,7 @@ class KlInReward(KlPenalty):
 
 @dataclass(frozen=True)
 class Distillation(Piece, ABC):
-    """Term of a teacher in the advantage of each token, after baselines, whitening and clips of rewards."""
+    """Term of each token's advantage from a teacher's log-probs, added after whitening and clipping."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -242,10 +243,10 @@ class ReverseKl(Distillation):
         [0.5]
     """
 
-    coef: float = setting(1.0, "Weight of a nat of difference to the teacher.", at_least=0)
+    coef: float = setting(1.0, "Advantage per nat of difference to the teacher's log-prob.", at_least=0)
     clip: float | None = setting(
         None,
-        "Largest absolute value of a token's term: a token that the teacher excludes cannot dominate then.",
+        "Largest absolute value of a token's term; a token that the teacher excludes then cannot dominate.",
         unset="no bound",
         more_than=0,
     )

@@ -103,8 +103,8 @@ def value_objective(
 ) -> tuple[Tensor, Metrics]:
     """Compute the critic's loss of a micro-batch, and its metrics; ``values`` [N] carries the gradient.
 
-    The loss is the algorithm's `ValueLoss` weighted by ``value_weights``, exact under any split like
-    `policy_objective`.
+    The loss is the algorithm's `ValueLoss` weighted by ``value_weights``. Like `policy_objective`, it is
+    exact under any split into micro-batches.
     """
     micro = micro.to(values.device)
     mask = micro.response_mask
@@ -160,7 +160,7 @@ def _corrected_loss(
     elif micro.correction is not None:
         loss = loss * micro.correction
 
-    # Off-policy sequence masking: bad responses that the policy has left behind.
+    # Off-policy sequence masking: no loss on bad responses that the policy no longer produces.
     delta = policy_loss.opsm_delta
     if delta is not None:
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
@@ -186,11 +186,11 @@ def _bypass_correction(
     micro: TrainBatch,
     log_probs: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
-    """Compute loss weights [N] of the policy in training against the rollout, and mismatch metrics.
+    """Compute loss weights [N] that correct the current policy against the rollout's, and mismatch metrics.
 
     Bypass mode has no recomputed old policy: the old policy is the rollout. A loss with a ratio already
     includes the importance weight, so only a loss without ratio is weighted. Rejection applies to every loss,
-    as weight 0. The weights are None without a correction.
+    as weight 0. The weights are None if no correction is configured.
     """
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     rows = (micro.response_mask, micro.lengths)
