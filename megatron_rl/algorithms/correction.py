@@ -76,7 +76,7 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection are computed before the loss, over the step, to set its denominator."""
+        """Whether weights and rejection are computed over the step, to set the denominator of the loss."""
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:

@@ -414,7 +414,7 @@ class ClippedValueLoss(ValueLoss):
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]; the indicator marks tokens with a loss from the clipped value."""
+        """Compute the loss of every token [N]; the indicator marks tokens whose clipped error is larger."""
         unclipped_error = (values - returns) ** 2
         if self.clip is None:
             no_token = torch.zeros_like(values, dtype=torch.bool)
@@ -738,7 +738,8 @@ class KlCov(PolicyLoss):
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Compute each token's term of Cov(log_prob, A), ``(log_prob - mean) (A - mean)``: [N].
 
-    It is 0 outside ``mask``, and means are over the masked-in tokens. The entropy of the policy falls at the rate of this covariance.
+    It is 0 outside ``mask``, and means are over the masked-in tokens. The entropy of the policy falls at the
+    rate of this covariance.
 
     Source: The Entropy Mechanism, arXiv:2505.22617.
 

@@ -367,14 +367,14 @@ class _Loading(NamedTuple):
     """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
     key: str
     """The key that names the function."""
-    writes: bool = False
+    returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
     extra: Sequence[str] = ()
     accepts_group: bool = True
 
     def errors(self) -> list[UserError]:
         """Load the function as a run does; return why that fails."""
-        return loading_errors(self.config, self.key, self.writes, self.extra)
+        return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
     def source_errors(self) -> list[UserError]:
         """Return the errors for the function's source, which other rules report."""
@@ -426,7 +426,7 @@ def _loadings(config: RunConfig) -> Iterator[_Loading]:
     yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
     if is_function(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
-        yield _Loading(template, "reward.judge.template", writes=True, accepts_group=False)
+        yield _Loading(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
 PATIENCE = 2.0

@@ -471,7 +471,7 @@ def _run_scorer(
 
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
-    result = RewardResult([answers[row] for row in answered_rows], new.measured)
+    result = RewardResult([answers[row] for row in answered_rows], new.extra_metrics)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
