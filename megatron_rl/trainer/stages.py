@@ -547,7 +547,7 @@ def _batches(
     # Held-out rows are one batch: their loss has one denominator.
     held_out: TrainBatch | None = None
     if data.held_out is not None:
-        held_out = data.held_out.everything()
+        held_out = data.held_out.in_file_order()
     if not stage.needs_reference:
         return draw(), held_out
 
