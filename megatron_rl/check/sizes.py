@@ -40,7 +40,7 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
     yield UserError(
-        "the number of processes is not the stated world size",
+        "the number of processes is not `world_size`",
         where="world_size",
         expected=f"{config.world_size} processes, as in world_size",
         got=processes,
@@ -113,9 +113,10 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterator[UserError]:
-    """Yield the errors of a memory target without a GPU, or beside other ``tokens`` per micro-batch than its.
+    """Yield the errors for a ``batch.memory_target`` without a GPU, or with explicit tokens per micro-batch.
 
-    A resolved configuration has the derived tokens beside the target, and stays valid.
+    ``tokens`` is the number of tokens per micro-batch that the target gives, None before it is computed. A
+    configuration with exactly this number is valid, as the resolved configuration of a run has both.
     """
     batch = config.batch
     if batch.memory_target is None:
@@ -127,7 +128,7 @@ def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterato
             where="batch.memory_target",
             expected="gpu or gpu_memory_gib in the configuration",
             got=got,
-            fix="add gpu=h100 or gpu_memory_gib=80, or ask `check` with --on h100",
+            fix="add gpu=h100 or gpu_memory_gib=80, or run `check` with --on h100",
         )
     if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
         yield UserError(

@@ -1,6 +1,6 @@
 """Rules on the stages before reinforcement learning (sft, preference, reward-model training).
 
-A stage runs as part of a training job, or alone as a job of its own (``check CONFIG --for sft``).
+A stage runs as part of a training job, or alone as a separate job (``check CONFIG --for sft``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMOOTHED = ("sigmoid", "robust")
 
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for stages: their data, length and optimizer, and a job without a stage."""
+    """Yield the errors for the settings of stages, and for a job whose stage or data is not configured."""
     # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
@@ -177,7 +177,7 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[U
         if row_tokens is None and config.job != TRAIN:
             row_tokens = longest_row(config)
         if row_tokens is None:
-            continue  # bounded by the longest row of reinforcement learning, which has rules of its own
+            continue  # bounded by the longest row of reinforcement learning, which other rules check
         for name, limit in limits.items():
             if limit is not None and row_tokens > limit:
                 yield UserError(

@@ -1,8 +1,8 @@
 """Errors of unknown configuration names: the counterpart of another project's name, or the nearest key.
 
-Every suggestion is tried before it is made: the configuration is parsed and checked with the suggestion in
-place of the unknown name. A guess by spelling is dropped if it causes a new error. A name of another project
-is always translated; where its value has to change too, the fix contains the new value.
+Every suggestion is tested first: the configuration is parsed and checked with the suggestion in place of the
+unknown name. A guess by spelling is dropped if it causes a new error. A name of another project is always
+translated; if its value has to change too, the fix contains the new value.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GENERIC_NAMES = frozenset({
 })  # fmt: skip
 """Names that many sections have with different meanings, so that the name does not identify a section."""
 
-_MIN_SLIP_LETTERS = 6
+_MIN_MISSPELLED_LETTERS = 6
 """Shortest name, in letters, for which a similar name is searched in other sections."""
 
 _MAX_LISTED = 8
@@ -115,7 +115,7 @@ class _UnknownEntry:
 
     @property
     def kind(self) -> str:
-        """Return ``section`` for the name of a section, ``name`` for that of a single value."""
+        """Return ``section`` if the value is a mapping, else ``name``, for error texts."""
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
@@ -141,6 +141,7 @@ class _Replacement:
 
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
+    """Return the errors, with suggestions, that replace one `UnknownName`."""
     section_names = _section_names(tree, error.section)
     entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
@@ -230,7 +231,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
         if counterpart.ours is None:
             return _absent_error(entry, counterpart.reason)
         return _renamed_error(entry, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, slips=False))
+    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, misspellings=False))
     replacements = _valid_replacements(entry, candidates)
     if not replacements:
         return None
@@ -303,7 +304,7 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
     """Return the error for a name without a counterpart in this project."""
-    # Only a listed name is known to have no counterpart: an unlisted one may be a setting in other words.
+    # A name without a reason is not in the list of names without a counterpart: there may be one.
     message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
@@ -357,10 +358,10 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
     return [f"{section}.{sibling}" if section else sibling]
 
 
-def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
-    """Return the keys of other sections with this name; of roles' keys, the actor's.
+def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[str]:
+    """Return the keys with this name in other sections; for a key that several roles have, the actor's.
 
-    ``slips`` also searches for keys that the name misspells.
+    ``misspellings`` also searches for keys with a similar name.
     """
     name = entry.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
@@ -373,7 +374,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     match = None
     if name in keys_by_name:
         match = name
-    elif slips and len(name) >= _MIN_SLIP_LETTERS:
+    elif misspellings and len(name) >= _MIN_MISSPELLED_LETTERS:
         match = nearest(name, keys_by_name)
     if match is None or match in _GENERIC_NAMES:
         return []

@@ -23,9 +23,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
-    """Raise UserError for the first of the named arguments that is given and below 1 or above a limit.
+    """Raise UserError for the first argument among ``names`` that is set and not in 1 to ``at_most``.
 
-    The limit is the only guard against absurd sizes: later code does not check them again.
+    ``at_most`` is None for no limit. It is the only guard against absurd sizes: later code has none.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -78,7 +78,7 @@ def load_and_check(
     ``job`` replaces the configuration's own; None keeps it. ``gpu`` names the GPU of a cluster to check for
     in place of this machine.
     """
-    # After the user's overrides, so that it wins.
+    # Appended to the user's overrides, since the last override takes effect.
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")

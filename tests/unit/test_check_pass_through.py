@@ -150,9 +150,9 @@ def test_engine_arguments_that_work_pass(name: str, value: object) -> None:
         ("recompute_granularity", "full", "called `actor.recompute` here"),
         ("batch_p2p_comm", True, "wrong results"),
         ("moe_aux_loss_coeff", 0.01, "needs the balancing loss of each sequence"),
-        ("moe_aux_loss_coeff", [0.01], "is no coefficient"),
+        ("moe_aux_loss_coeff", [0.01], "is not a coefficient"),
         ("moe_z_loss_coeff", 0.001, ""),
-        ("moe_z_loss_coeff", -0.001, "is no coefficient"),
+        ("moe_z_loss_coeff", -0.001, "is not a coefficient"),
         ("num_layers_in_first_pipeline_stage", "2", "wrong type"),
         ("hidden_dropout", "none", "wrong type"),
         ("moe_router_load_balancing_type", ["aux_loss"], ""),
@@ -212,7 +212,7 @@ def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyP
     [
         (
             ["actor.megatron.moe_router_fusion=true"],
-            "a kernel of their own",
+            "their kernel chooses the experts itself",
             "actor.megatron.moe_router_fusion",
         ),
         (["rollout.engine=torch"], "returns the experts of each token", "actor.routing_replay"),

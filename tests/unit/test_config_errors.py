@@ -239,7 +239,7 @@ WARNINGS = [
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
     (("gpus_per_node=1",), "spans nodes"),
-    (("gpu=h1000",), "has no constants of the GPU"),
+    (("gpu=h1000",), "has no constants for the GPU"),
     (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
     (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),

@@ -80,7 +80,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
-    # Every id that the model can see needs a row of the embedding.
+    # Every token id in the model's input needs a row of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
@@ -88,7 +88,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
+    """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
     for setting, text, encoded in _encoded_stops(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
@@ -103,9 +103,10 @@ def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, with the data to decide whether they stand for exactly this text."""
+    """Tokens of a text, with the data to decide whether they encode exactly this text."""
 
     tokens: list[str]
+    """Texts of the tokens."""
     unknown_token: str | None
     """The tokenizer's token for unknown text, None if it has none."""
     decoded: str

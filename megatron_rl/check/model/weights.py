@@ -1,7 +1,7 @@
 """Rules on a checkpoint's weights, read from the headers of its safetensors files.
 
-A header lists name, dtype, shape and offsets of every tensor: enough to detect truncated files and tensors of
-another model without reading the weights.
+A header lists name, dtype, shape and offsets of every tensor: enough to detect truncated files, and tensors
+that do not belong to the model, without reading the weights.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         errors = _block_errors(stored, model.quantization)
         if errors:
             return errors
-        stored = _experts_one_by_one(stored)
+        stored = _split_by_expert(stored)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
@@ -301,7 +301,7 @@ def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[s
 
 
 def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
-    """Return the error for the first matrix in mxfp4 that cannot be read, if there is one."""
+    """Return the error for the first matrix in mxfp4 whose blocks and scales do not fit together, if any."""
     for name, tensor in stored.items():
         if not name.endswith(BLOCKS):
             continue
@@ -314,7 +314,7 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
     return []
 
 
-def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _split_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Split tensors that hold all experts of a layer into one tensor per expert.
 
     Tensors in mxfp4 are float32 in the result, as a run reads them.
@@ -387,7 +387,7 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
 
 
 def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
-    """Return the error for a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    """Return the error for a checkpoint that lacks tensors of its model, or has unexpected ones."""
     # One absent head has a likelier cause than another model.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_tensors == [OUTPUT]:
