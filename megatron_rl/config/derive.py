@@ -48,7 +48,7 @@ CARRIED_STEPS = 2
 # Largest derived token budget of a micro-batch, unless one row is longer.
 MICROBATCH_TOKENS = 16384
 
-# Parameters of a model from which on a job of several nodes saves its optimizer in shards.
+# Smallest number of parameters for which a job on several nodes saves its optimizer in shards.
 _SHARDED_PARAMETERS = 1_000_000_000
 
 # torchrun's limit on the time between the signal that stops a job and the kill of its ranks, in seconds.
@@ -84,7 +84,7 @@ class BatchPlan:
     rows: int
     """Rows that the step trains on: prompts x samples."""
     prompts_in_flight: int
-    """Prompts in flight on all replicas, over-sampled ones included."""
+    """Prompts in flight on all replicas, including over-sampled ones."""
     optimizer_steps: int
     """Mini-batches of the step."""
     epochs: int
@@ -142,7 +142,7 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that the parallel sizes of every role divide."""
+    """Return the smallest number of processes that is divisible by the parallel sizes of every role."""
     sizes = []
 
     # Ranks count from 0, so an explicit rank r needs a world of r + 1.
@@ -166,7 +166,7 @@ def smallest_world(config: RunConfig) -> int:
     if not sizes:
         return max(1, world)
 
-    # Sizes of 0 are reported elsewhere. Placements with separate halves need the sizes in each half.
+    # Other rules report sizes of 0. Placements with separate halves need the sizes in each half.
     unit = math.lcm(*(max(1, size) for size in sizes))
     if config.placement in HALF_PRESETS:
         unit *= 2
@@ -190,7 +190,7 @@ def longest_row(config: RunConfig) -> int:
 
 
 def longest_trained_row(config: RunConfig) -> int:
-    """Return the largest number of tokens of a row in all phases of the job that train."""
+    """Return the largest number of tokens of a row that the job trains on, in any of its stages."""
     limits = [plan.settings.max_row_tokens or longest_row(config) for plan in stage_plans(config)]
     if config.job == TRAIN or not limits:
         limits.append(longest_row(config))
@@ -296,10 +296,11 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> Resolved:
-    """Fill in every unset value of a configuration that is derived.
+    """Fill in every unset value of a configuration, with a reason for each.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
-    ``shape`` is the shape of the actor's model, which decides the best order of the rollout's ranks.
+    ``shape`` is the shape of the actor's model, which determines the best order of the rollout's ranks; None
+    if it is not available.
     """
     reasons: dict[str, str] = {}
     if config.world_size is None:
@@ -412,7 +413,7 @@ def _layout(explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: di
     derived = role_layout(layout, path)
     # The reason of a layout that is derived as a whole also applies to its sizes.
     if path not in reasons and explicit.expert_tensor is None:
-        reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
+        reasons[f"{path}.expert_tensor"] = "by default each expert is on one rank"
     if path not in reasons and explicit.sequence_parallel is None:
         state = "on" if layout.tensor > 1 else "off"
         reasons[f"{path}.sequence_parallel"] = f"{state}: tensor is {layout.tensor}"
@@ -438,9 +439,10 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Reduce gradients after the backward pass where ranks can then repeat a pass that ran out of memory.
+    """Set roles to reduce gradients after the backward pass if ranks can then repeat a failed pass.
 
-    Only for a run with a memory target, whose micro-batches are as large as they can be.
+    Only for a run with a memory target: its micro-batches are as large as possible, so that a pass may run
+    out of memory and has to be repeated with smaller ones.
     """
     if config.batch.memory_target is None:
         return config
@@ -474,6 +476,7 @@ def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str])
 
 
 def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
+    """Fill in the default of ``minimum_learning_rate`` for the optimizer at ``path``."""
     if optimizer.minimum_learning_rate is not None:
         return optimizer
     reasons[f"{path}.minimum_learning_rate"] = "equal to learning_rate"
@@ -571,7 +574,7 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
 
 
 def versions_between(config: RunConfig) -> int:
-    """Return how many versions the rollout lags behind the actor just before a sync."""
+    """Return the largest number of versions by which the rollout's weights are older than the actor's."""
     every = config.hybrid_engine.every
     # Without further syncs (``every`` is 0) the last step lags by all earlier versions.
     last = max(0, config.steps - 1)

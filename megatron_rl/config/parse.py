@@ -44,7 +44,7 @@ class Parse:
     """Paths whose value is a placeholder or a default because of a mistake."""
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake, and mark the value at ``path`` as a placeholder for the user's."""
+        """Record a mistake, and mark the value at ``path`` as broken: it is not the one that was written."""
         self.note(path, node, message, **fields)
         self.broken.add(path)
 
@@ -268,6 +268,7 @@ def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
 
 
 def _default(item: dataclasses.Field, defaults: Any) -> Any:
+    """Return the default of a field: its value in ``defaults`` if given, else that of its class."""
     if defaults is not None:
         return getattr(defaults, item.name)
     if item.default_factory is not dataclasses.MISSING:

@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_an_error() -> None:
     write_model(Path("other"), hidden_size=64)
     write_meta(folder, {"model": model_identity(read_pretrained(Path("other/config.json")))})
     (error,) = check("checkpoint.resume=checkpoint").errors
-    assert error.message == "the checkpoint is of another model"
+    assert error.message == "the checkpoint was saved for another model"
     assert error.expected == "hidden = 128, head_dim = 32" and error.got == "hidden = 64, head_dim = 16"
 
 
