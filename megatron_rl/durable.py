@@ -129,6 +129,7 @@ class RunningDigest:
 
 
 def _digest(path: Path) -> str:
+    """Flush a file to the disk, and return ``size:sha256`` of its content."""
     digest = RunningDigest()
     require_file(path)
 

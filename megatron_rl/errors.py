@@ -183,6 +183,7 @@ def _allowed_edits(length: int) -> int:
 
 
 def _split_name(name: str) -> list[str]:
+    """Return the words of a name in lower case; any other character than a letter or digit separates them."""
     return [item for item in re.split(r"[\W_]+", name.lower()) if item]
 
 

@@ -154,6 +154,7 @@ def _integer(
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
+    """Return the error for an invalid variable ``name``; ``got`` is its value, None if it is not set."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",
@@ -164,6 +165,7 @@ def _error(name: str, expected: str, got: str | None) -> UserError:
 
 
 def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
+    """Return the error for a launcher that starts several processes without the variables of torchrun."""
     return UserError(
         f"{launcher} started {size} processes, each of which would run as a separate job",
         where=f"environment: {name}={size}",

@@ -28,9 +28,9 @@ from megatron_rl.check.model.accelerator import (
     AppliedDefault,
     accelerated_roles,
     applied_defaults,
-    plain_experts,
+    plain_expert_errors,
 )
-from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
+from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapter_errors
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
     LONG_PATIENCE,
@@ -188,8 +188,8 @@ class _Check:
             if not any(key == path or key.startswith(f"{path}.") for path in self.invalid):
                 self.errors.append(error)
 
-    def refuse(self, errors: Iterable[UserError]) -> None:
-        """Record errors, and mark the keys that they are about as invalid."""
+    def add_invalid(self, errors: Iterable[UserError]) -> None:
+        """Record errors, and mark their keys as invalid, so that later rules skip the values."""
         errors = list(errors)
         self.add(errors)
         self.invalid.update(error.where for error in errors if error.where)
@@ -301,8 +301,8 @@ def check_config(
     for key, errors in megatron_errors.items():
         check.errors.extend(errors)
         check.invalid.add(key)
-    check.refuse(check_values(config))
-    check.refuse(check_memory_target(config))
+    check.add_invalid(check_values(config))
+    check.add_invalid(check_memory_target(config))
 
     # The kind of layers determines memory and defaults. For a run on other GPUs, assume the layers that
     # launch/setup.sh installs there, whichever this machine has.
@@ -318,10 +318,10 @@ def check_config(
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
-        check.refuse(check_engine_arguments(config.rollout.vllm))
-    check.refuse(check_paths(config))
+        check.add_invalid(check_engine_arguments(config.rollout.vllm))
+    check.add_invalid(check_paths(config))
     if not training:  # a run imports the pieces in any case
-        check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
+        check.add_invalid(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
     files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
@@ -355,12 +355,12 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.refuse(check_model_settings(settings, key, elsewhere=elsewhere))
+            check.add_invalid(check_model_settings(settings, key, elsewhere=elsewhere))
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
-            check.refuse(
+            check.add_invalid(
                 check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
             )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
@@ -368,7 +368,7 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     for plan in stage_plans(config):
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
-            check.refuse(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
+            check.add_invalid(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
 
     # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
@@ -421,7 +421,7 @@ def _check_with_inputs(
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **shapes}
     roles = accelerated_roles(config, layouts, shapes, training)
-    check.add(plain_experts(roles))
+    check.add(plain_expert_errors(roles))
     check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
@@ -462,7 +462,7 @@ def _check_world_size(check: _Check) -> int:
     if world is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
         fix = "lower the parallel sizes of actor, reference and rollout"
-        check.refuse([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.add_invalid([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
         check.invalid.add("world_size")
         return 1
 
@@ -516,13 +516,13 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         check.add(check_row_lengths(config, shape))
 
     # Adapters, first without and then with the model that they are on.
-    check.refuse(idle_adapters(config))
+    check.add_invalid(idle_adapter_errors(config))
     for section, lora in adapters_of(config).items():
         key = f"{section}.lora"
 
         # Only the actor's adapters are synced to the rollout engine.
         engine = config.rollout.engine if section == "actor" else None
-        check.refuse(check_lora(lora, engine, key))
+        check.add_invalid(check_lora(lora, engine, key))
         model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
         if shape is not None and model_file is not None and check.is_valid(key):
             _, settings = explicit_megatron_settings(config, section)

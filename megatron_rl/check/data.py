@@ -229,7 +229,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
         error = missing_error(missing_path, data_set.path)
-        files.miss(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        files.record_missing(missing_path, error.message, data_set.path, KINDS, error.fix or "")
         return None
 
     try:
@@ -453,7 +453,7 @@ class TokenCounter:
 
     @cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Return the texts of the tokens that the model's files list as ends of responses, by id."""
+        """Return id -> text for the tokens that the model's files list as ends of responses."""
         return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
@@ -471,7 +471,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the template's rendering of conversations as text, None if it cannot be rendered."""
+        """Return the renderer of conversations as text, None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]

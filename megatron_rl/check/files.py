@@ -27,7 +27,8 @@ class Files:
 
     Example:
         >>> files = Files(prepare={"/nowhere/data": "python make_data.py"})
-        >>> files.miss(Path("/nowhere/data/train.jsonl"), "no data set", "data.train", "a file of records")
+        >>> path = Path("/nowhere/data/train.jsonl")
+        >>> files.record_missing(path, "no data set", "data.train", "a file of records")
         >>> files.errors, list(files.to_be_made.values())
         ([], [['/nowhere/data/train.jsonl (data.train)']])
     """
@@ -40,7 +41,9 @@ class Files:
     missing: list[UserError] = field(default_factory=list)
     to_be_made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
+    def record_missing(
+        self, path: Path, message: str, key: str, expected: str, fix: str | None = None
+    ) -> None:
         """Record a missing file; it is not an error if a command will create its directory."""
         # A command in `prepare` makes this file.
         preparation = self._preparation(path)

@@ -370,7 +370,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         return None
     if not path.is_dir():
         fix = f"{download_command(str(path))}, or name it hf://ORGANISATION/NAME, or correct the path"
-        files.miss(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
+        files.record_missing(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
         if shipped is None or not shipped.is_file():
             return None
         return read_trainable(shipped, files.errors)
@@ -383,7 +383,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
     else:
         expected = "a Hugging Face checkpoint directory"
         fix = "name the directory that holds config.json"
-        files.miss(config_file, "the model has no config.json", key, expected, fix)
+        files.record_missing(config_file, "the model has no config.json", key, expected, fix)
 
     check_weights(path, key, files, model)
     vocabulary = None
@@ -403,6 +403,8 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
     """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family
+
+    # A policy needs logits over tokens, a reward model that is not trained needs its scalar head.
     if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
         if model.shape.scalar_head:
             yield UserError(
@@ -537,7 +539,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the error for sources of which some use the chat template and others do not.
+    """Yield the error if some sources use the chat template and others do not.
 
     Only the first source that differs from the very first one is reported. Sources that cannot be read are
     skipped: other rules report them.
@@ -567,6 +569,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     if training is None:
         return
     training_uses_template = inputs.uses_template[training]
+
     descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     for key, uses_template in inputs.uses_template.items():
         if key.startswith("evaluation.") and uses_template is not training_uses_template:

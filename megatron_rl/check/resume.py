@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or that it has in a different build.
+    """Return the errors for trained roles that the checkpoint lacks, or has with other build settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
     Rules that need the actor's ``shape`` or the ``algorithm`` are skipped if it is None.

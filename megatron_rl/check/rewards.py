@@ -205,6 +205,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
 
 
 def _not_python_error(function: FunctionRef, path: Path) -> UserError:
+    """Return the error for a function in a folder, or in a file that does not end in .py."""
     kind = f"a file {path.suffix or 'without a suffix'}"
     if path.is_dir():
         kind = "a folder"
@@ -501,6 +502,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
 
 
 def _header_errors(path: str, header: str) -> Iterator[UserError]:
+    """Yield the error for an invalid name of an HTTP header."""
     if not _HEADER_NAME.fullmatch(header):
         yield UserError(
             "invalid name of an HTTP header",
@@ -764,7 +766,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
             )
         elif not path.exists():
             message = f"a path for contained code does not exist: {entry}"
-            files.miss(path, message, f"{section}.read", "existing files and folders")
+            files.record_missing(path, message, f"{section}.read", "existing files and folders")
 
     for name in limits.environment:
         if not name or "=" in name:

@@ -88,6 +88,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         key = "rollout.max_response_tokens"
         if config.rollout.max_response_tokens == AUTO:
             key = "rollout.auto_limit.at_most"
+
         yield UserError(
             "prompt and response together are longer than the model's positions",
             where=key,
@@ -121,6 +122,8 @@ def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterato
     batch = config.batch
     if batch.memory_target is None:
         return
+
+    # The target is a share of a known memory.
     if with_gpu_memory(config)[0].gpu_memory_gib is None:
         got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
         yield UserError(
@@ -130,6 +133,8 @@ def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterato
             got=got,
             fix="add gpu=h100 or gpu_memory_gib=80, or run `check` with --on h100",
         )
+
+    # An explicit number of tokens would contradict the one that the target gives.
     if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
         yield UserError(
             "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",

@@ -70,6 +70,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
 
 
 def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
+    """Return the error for a stage with both or neither of ``steps`` and ``epochs``."""
     return UserError(
         "a stage takes a number of steps or a number of epochs",
         where=f"{plan.where}.steps",

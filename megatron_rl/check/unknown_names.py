@@ -123,7 +123,7 @@ class _UnknownEntry:
         name = self.path
         if name == self.error.path:
             name = self.error.key
-        got = f"`{name}: {_short(self.value)}`{source}"
+        got = f"`{name}: {_short_text(self.value)}`{source}"
         return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
 
@@ -157,7 +157,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
         return entry.as_error(
             f"`{entry.path}` is written with dots, which join names on the command line alone",
             "nested names",
-            f"write `{name}: {_short(entry.value)}` below `{parents}`",
+            f"write `{name}: {_short_text(entry.value)}` below `{parents}`",
         )
 
     counterpart = _counterpart(entry)
@@ -235,7 +235,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
     replacements = _valid_replacements(entry, candidates)
     if not replacements:
         return None
-    return _guess(entry, replacements)
+    return _did_you_mean_error(entry, replacements)
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
@@ -244,7 +244,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     expected = f"`{our_key}`"
     value = _mapped_value(counterpart, entry.value)
     if value == REMOVED:
-        message += f", and {_short(entry.value)} has no effect"
+        message += f", and {_short_text(entry.value)} has no effect"
         return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
     replacement = _replace(entry, our_key, value, counterpart.piece)
@@ -255,9 +255,9 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     if counterpart.conversion and value is entry.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
     elif current is not None and current == value:
-        fix = f"remove the line: `{our_key}` is {_short(current)} already"
+        fix = f"remove the line: `{our_key}` is {_short_text(current)} already"
     elif current is not None:
-        fix = f"write `{our_key}: {_short(value)}` instead of {_short(current)}, or remove the line"
+        fix = f"write `{our_key}: {_short_text(value)}` instead of {_short_text(current)}, or remove the line"
     elif replacement.problems:
         problem = replacement.problems[0]
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
@@ -272,7 +272,7 @@ def _guess_error(entry: _UnknownEntry) -> UserError | None:
     for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
-            return _guess(entry, replacements)
+            return _did_you_mean_error(entry, replacements)
 
     # For a field of vLLM or Megatron that the run sets or refuses, the rule on that field gives the reason.
     for key in _pass_through_keys(entry):
@@ -287,7 +287,7 @@ def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict
     return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
 
 
-def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
+def _did_you_mean_error(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
     """Return the error that suggests one of ``replacements``, by key."""
     suggestions = " or ".join(f"`{key}`" for key in replacements)
     fix = f"write {suggestions}, whichever is intended"
@@ -423,7 +423,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     # Errors that the configuration has without the unknown name do not count against the suggestion.
     base = copy.deepcopy(entry.tree)
     _remove(base, entry.names)
-    errors_before = {str(error) for error in _errors(base, key)}
+    errors_before = {str(error) for error in _configuration_errors(base, key)}
 
     parent, _, _ = key.rpartition(".")
     parent_names = parent.split(".")
@@ -431,11 +431,13 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
     replaced = copy.deepcopy(base)
     set_value(replaced, key.split("."), _tree(value))
-    problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
+    problems = [error for error in _configuration_errors(replaced, key) if str(error) not in errors_before]
     if problems and piece:
         set_value(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
         set_value(replaced, key.split("."), _tree(value))
-        problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
+        problems = [
+            error for error in _configuration_errors(replaced, key) if str(error) not in errors_before
+        ]
         shows_section = True
 
     # If the value stays the same, suggest the key alone.
@@ -448,7 +450,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     return _Replacement(line, problems)
 
 
-def _errors(tree: Section, key: str) -> list[UserError]:
+def _configuration_errors(tree: Section, key: str) -> list[UserError]:
     """Return the errors for a configuration, by the rules about ``key`` that need no files or processes."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
@@ -519,7 +521,7 @@ def _tree(value: Any) -> Leaf | Section:
     return Leaf(value, DEFAULT)
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:

@@ -36,9 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--users", default="1,5,20,50", help="numbers of concurrent requests, a test for each (%(default)s)"
     )
+
+    # Sizes of a test.
     parser.add_argument("--requests", type=int, default=10, help="requests of each user (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of a prompt (%(default)s)")
     parser.add_argument("--response-tokens", type=int, default=128, help="tokens of a response (%(default)s)")
+
     parser.add_argument("--out", metavar="FILE", help="also write the tables to this Markdown file")
 
 

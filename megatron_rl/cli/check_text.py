@@ -87,7 +87,7 @@ def report_text(
     # The user starts the servers with this command, so it is always shown.
     if not report.config.rollout.capabilities.in_process and report.shape is not None:
         note = "one at each address of rollout.server.urls"
-        blocks.append(_section("SERVERS", note, _servers(report.config)))
+        blocks.append(_section("SERVERS", note, _server_lines(report.config)))
 
     # Print the findings last, since a terminal shows the end of a long text.
     if report.warnings:
@@ -104,7 +104,7 @@ def report_text(
 
 def _sections(report: CheckReport) -> list[str]:
     """Return the sections; those without results are left out, since errors stop a check early."""
-    blocks = [_configuration(report)]
+    blocks = [_configuration_section(report)]
 
     # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
     if report.layouts is not None:
@@ -113,16 +113,20 @@ def _sections(report: CheckReport) -> list[str]:
         blocks.append(_data_section(report))
     if report.accelerator:
         note = "defaults of this run because it is on GPUs; a value of yours wins"
-        blocks.append(_section("ACCELERATOR", note, _accelerator(report.accelerator)))
+        blocks.append(_section("ACCELERATOR", note, _accelerator_lines(report.accelerator)))
     if report.memory:
         note = "estimate; phases of one step"
         if report.batch is None:
             note = "estimate, while the stage trains"
-        blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
+        blocks.append(_section("MEMORY", note, _memory_lines(report.memory, report.config.gpu_memory_gib)))
     if report.sync is not None:
-        blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
+        blocks.append(
+            _section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync_lines(report))
+        )
     if report.batch is not None and not report.errors:
-        blocks.append(_section("HEALTH", "rules that watch the metrics of the run", _health(report.config)))
+        blocks.append(
+            _section("HEALTH", "rules that watch the metrics of the run", _health_lines(report.config))
+        )
 
     # Give the reason for missing sections on memory and weight sync.
     if report.layouts is not None and report.shape is None:
@@ -152,30 +156,30 @@ def _run_line(report: CheckReport) -> str:
     config = report.config
     model = Path(config.model.path).name
     if report.shape is not None:
-        model += f", {_parameters(report.shape)}"
+        model += f", {_parameter_text(report.shape)}"
 
     # With errors, the values below may be out of range or missing.
     if report.layouts is None:
         return f"{model}; not computed: {_missing_reason(report)}"
-    parts = [_stage_line(plan)[0] for plan in stage_plans(config)]
+    job_texts = [_stage_line(plan)[0] for plan in stage_plans(config)]
     if config.job == TRAIN:
         batch = config.batch
-        parts.append(
+        job_texts.append(
             f"{config.algorithm.name} for {_count(config.steps, 'step')} of "
             f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.samples_per_prompt, 'sample')}"
         )
-    return f"{model}; {', then '.join(parts)}"
+    return f"{model}; {', then '.join(job_texts)}"
 
 
-def _parameters(shape: ModelShape) -> str:
+def _parameter_text(shape: ModelShape) -> str:
     """Return the number of parameters as text; for a mixture of experts, also of those active per token."""
-    text = f"{_short(shape.parameters)} parameters"
+    text = f"{_short_number(shape.parameters)} parameters"
     if shape.active_parameters != shape.parameters:
-        text += f" ({_short(shape.active_parameters)} active)"
+        text += f" ({_short_number(shape.active_parameters)} active)"
     return text
 
 
-def _short(number: float) -> str:
+def _short_number(number: float) -> str:
     """Format a number with the suffix T, B or M, such as 7.62B for 7,615,616,512."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= scale:
@@ -260,12 +264,12 @@ def _plan_sections(report: CheckReport) -> str:
     blocks = [_section("BATCH", note, batch_lines(report))]
     if report.config.job == TRAIN and report.algorithm is not None:
         note = report.algorithm.summary.rstrip(".")
-        blocks.insert(0, _section("ALGORITHM", note, _algorithm(report)))
-    blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+        blocks.insert(0, _section("ALGORITHM", note, _algorithm_lines(report)))
+    blocks.append(_section("ROLES", _legend(report.layouts), _role_lines(report)))
     return "\n\n".join(blocks)
 
 
-def _algorithm(report: CheckReport) -> list[str]:
+def _algorithm_lines(report: CheckReport) -> list[str]:
     """Return the resolved pieces of the algorithm: name, settings, and where the choice comes from."""
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
@@ -318,7 +322,7 @@ def _section(title: str, note: str, lines: list[str]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
-def _pair(values: tuple[int, int]) -> str:
+def _range_text(values: tuple[int, int]) -> str:
     """Format a (smallest, largest) pair such as ``3-4``, or one number if both are equal."""
     low, high = values
     if low == high:
@@ -344,7 +348,7 @@ def _bytes(value: int) -> str:
 # ---------------------------------------------------------------- configuration and data
 
 
-def _configuration(report: CheckReport) -> str:
+def _configuration_section(report: CheckReport) -> str:
     """Return every value of the configuration: explicit, derived, and defaults."""
     explicit: list[tuple[str, str, str]] = []
     derived: list[tuple[str, str, str]] = []
@@ -357,7 +361,7 @@ def _configuration(report: CheckReport) -> str:
         if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
             continue
         origin = report.origins[path]
-        text = _value(to_plain(value, path.rpartition(".")[2]))
+        text = _value_text(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":
             defaults.append(f"{path}={text}")
         elif origin.kind == "derived":
@@ -366,16 +370,16 @@ def _configuration(report: CheckReport) -> str:
             explicit.append((path, text, origin.detail))
 
     # There are many defaults, which are rarely read: print them as wrapped text without their origins.
-    lines = ["explicit:", *_columns(explicit)]
+    lines = ["explicit:", *_column_lines(explicit)]
     if derived:
-        lines += ["derived:", *_columns(derived)]
+        lines += ["derived:", *_column_lines(derived)]
     lines.append("defaults:")
     wrapped = textwrap.wrap("  ".join(defaults), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     lines += [f"  {line}" for line in wrapped]
     return _section("CONFIGURATION", "every value and where it comes from", lines)
 
 
-def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
     """Return rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
     # Limit the column, so that one long value does not move all origins off the screen.
@@ -383,7 +387,7 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
 
-def _value(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value on one line, shortened to `_MAX_VALUE_WIDTH`."""
     text = one_line(value)
     if len(text) <= _MAX_VALUE_WIDTH:
@@ -391,15 +395,15 @@ def _value(value: object) -> str:
     return text[: _MAX_VALUE_WIDTH - 3] + "..."
 
 
-def _health(config: RunConfig) -> list[str]:
+def _health_lines(config: RunConfig) -> list[str]:
     """Return the health rules by effect (warn, end the run, off), and the bands that the user set."""
     rules = health_rules(config)
     lines: list[str] = []
     for label, act in (("warn", WARN), ("end the run", STOP)):
         names = ", ".join(rule.name for rule in rules if rule.act == act)
-        lines += _labelled(label, names)
+        lines += _labelled_lines(label, names)
     off = [name for name, change in config.health.rules.items() if not change.on]
-    lines += _labelled("off", ", ".join(off))
+    lines += _labelled_lines("off", ", ".join(off))
 
     # Bands of the defaults are in docs/health.md.
     for rule in rules:
@@ -408,11 +412,13 @@ def _health(config: RunConfig) -> list[str]:
             if rule.measure != VALUE:
                 metrics += f" ({rule.measure})"
             times = _count(rule.steps, "measurement")
-            lines += _labelled(rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside")
+            lines += _labelled_lines(
+                rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside"
+            )
     return lines
 
 
-def _labelled(label: str, text: str) -> list[str]:
+def _labelled_lines(label: str, text: str) -> list[str]:
     """Return the lines of a label with its wrapped text; no lines for an empty text."""
     # Do not break lines at hyphens: a name in two parts cannot be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
@@ -445,7 +451,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     """Return the lines of a training step, from its prompts to the passes over the data."""
     config = report.config
     # Numbers of rows that do not divide evenly are printed as a range.
-    minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
+    minibatch = f"{_range_text(batch.rows_per_minibatch)} rows"
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt = config.data.max_prompt_tokens
     response = batch.longest_row - prompt
@@ -459,14 +465,17 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     copies = _count(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
-        (f"{rows_in_flight} / {replicas}", f"{_pair(batch.rows_per_replica)} rows to generate per replica"),
+        (
+            f"{rows_in_flight} / {replicas}",
+            f"{_range_text(batch.rows_per_replica)} rows to generate per replica",
+        ),
         (
             f"{batch.rows:,} rows / {minibatches}",
             f"{minibatch} per mini-batch; x {_count(batch.epochs, 'epoch')} = {steps}",
         ),
         (
             f"{minibatch} / {copies}",
-            f"{_pair(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
+            f"{_range_text(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
             f"prompt <= {prompt:,} + response <= {response:,}",
@@ -482,11 +491,11 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
-        *_checkpoint_line(report),
+        *_checkpoint_lines(report),
         *_episode_lines(report, batch),
-        *_scoring_line(report),
+        *_scoring_lines(report),
         (f"{config.rollout.order} order", _order_text(config)),
-        *_sync_line(report),
+        *_sync_interval_lines(report),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
             _data_passes(config.steps, batch, report.records),
@@ -494,7 +503,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
+def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the lines on checkpoints: layout of the optimizers, host memory, and time; none without one."""
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)
@@ -528,7 +537,7 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the concurrency of a run with an environment: episodes, turns, and memory for them."""
+    """Return the lines on the concurrent episodes of an environment; none without an environment."""
     environment = report.config.rollout.environment
     if environment is None:
         return []
@@ -603,12 +612,13 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _prompts_text(tokens: int | None) -> str:
+    """Return the prompts of a table's row as text; None stands for the prompts that no other row covers."""
     if tokens is None:
         return "longer prompts"
     return f"prompts up to {tokens:,}"
 
 
-def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
+def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
     config = report.config
     every = config.hybrid_engine.every
@@ -646,7 +656,7 @@ def _correction_text(algorithm: Algorithm) -> str:
     return "and nothing corrects for it"
 
 
-def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
+def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on the source of the old log-probs; no line without an algorithm."""
     if report.algorithm is None:
         return []
@@ -697,7 +707,7 @@ def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
     return ", ".join(names)
 
 
-def _roles(report: CheckReport) -> list[str]:
+def _role_lines(report: CheckReport) -> list[str]:
     """Return each role's sizes, then a table of the ranks with the coordinates of each role."""
     layouts = report.layouts or {}
     world = report.world_size
@@ -771,7 +781,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 # ---------------------------------------------------------------- accelerator, memory, servers, weight sync
 
 
-def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
+def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
     """Return a line for each accelerator default: key and value, roles that have it, and the reason."""
     all_roles = set[str]().union(*(default.roles for default in applied))
     rows: list[tuple[str, str]] = []
@@ -789,7 +799,7 @@ def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
+def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     """Return the memory of the fullest rank by item and phase, then that of other ranks."""
     fullest = ranks[0]
     # A job of one stage has only the phase learn.
@@ -831,7 +841,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 
 def _unusual_checkpoints(report: CheckReport) -> list[str]:
-    """Return a line for each checkpoint that is multimodal, of which only a part is read, or quantised."""
+    """Return a line for each multimodal checkpoint, which is read in part, and each quantised one."""
     # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
     for file in report.models.values():
@@ -846,7 +856,7 @@ def _unusual_checkpoints(report: CheckReport) -> list[str]:
     return list(lines)
 
 
-def _servers(config: RunConfig) -> list[str]:
+def _server_lines(config: RunConfig) -> list[str]:
     """Return the command that starts an inference server of the configuration."""
     # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
@@ -859,7 +869,7 @@ def _servers(config: RunConfig) -> list[str]:
     return getattr(import_module(module), function)(config)
 
 
-def _sync(report: CheckReport) -> list[str]:
+def _sync_lines(report: CheckReport) -> list[str]:
     """Return the bytes of a weight sync, and of a sync that gathers complete tensors."""
     sync = report.sync
     layouts = report.layouts

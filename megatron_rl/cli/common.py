@@ -23,7 +23,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
-    """Raise UserError for the first argument among ``names`` that is set and not in 1 to ``at_most``.
+    """Raise UserError for the first set argument among ``names`` that is below 1 or above ``at_most``.
 
     ``at_most`` is None for no limit. It is the only guard against absurd sizes: later code has none.
     """
@@ -82,9 +82,11 @@ def load_and_check(
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
+
     if gpu is not None:
         # The memory is that of the named GPU, not that of the GPU which the file was written for.
         overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
+
     return check_file(
         arguments.config,
         overrides,

@@ -16,6 +16,7 @@ from megatron_rl.launcher import current_launch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``eval``."""
     add_config_arguments(parser)
+
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",

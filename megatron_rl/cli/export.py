@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load the checkpoint even if loading may run code that it contains",
     )
+
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the exported model")
     parser.add_argument(
         "--format",

@@ -148,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate(args)
     if args.model and args.model.endswith((".yaml", ".yml")):
         return _plan_configuration(args)
+
     # Both are optional for argparse, since --calibrate needs neither.
     if not args.model or not args.gpus:
         raise UserError(
@@ -156,6 +157,8 @@ def run(args: argparse.Namespace) -> int:
             expected="plan MODEL --gpus N [--gpu h100], plan CONFIG, or plan --calibrate RUN_DIR",
             got=f"MODEL {args.model}, --gpus {args.gpus}",
         )
+
+    # A plain model has no keys to override.
     if args.overrides:
         raise UserError(
             "overrides apply to a configuration, and a model is named",

@@ -388,8 +388,8 @@ def _wrapped(signature: str) -> str:
     """Return a signature with a line for each parameter if it is long."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
-    inside, _, result = signature[1:].rpartition(")")
-    lines = "".join(f"    {parameter},\n" for parameter in _parameters(inside))
+    parameters_text, _, result = signature[1:].rpartition(")")
+    lines = "".join(f"    {parameter},\n" for parameter in _parameters(parameters_text))
     return f"(\n{lines}){result}"
 
 

@@ -29,9 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="a run folder, one of its checkpoints/step_N, or a Hugging Face model",
     )
+
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     parser.add_argument("--name", help="name of the model in requests (default: name of the run folder)")
+
     parser.add_argument(
         "--vllm",
         default="",

@@ -140,7 +140,7 @@ class Usage:
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> number of collectives; ``messages`` -> number of point-to-point messages."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Kind of group, or ``messages`` -> bytes that the rank's calls move."""
+    """Kind of group, or ``messages`` -> bytes of these calls."""
 
     @property
     def waits(self) -> int:
@@ -200,7 +200,7 @@ def memory_plan(
 
     connections: list[MemoryItem] = []
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
-        connections.append(_sync_connections(config, layouts, shapes["actor"]))
+        connections.append(_sync_connections_item(config, layouts, shapes["actor"]))
 
     # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
@@ -238,15 +238,15 @@ def rank_memory(
 
         shape = shapes.get(role, shapes["actor"])
         if role in learners:
-            items += _trained(config, role, learners[role], layout, rank, shape)
+            items += _trained_role_items(config, role, learners[role], layout, rank, shape)
             continue
 
         assert batch is not None
         if role != "rollout":
-            items += _frozen(config, role, layout, rank, shape, batch)
+            items += _frozen_role_items(config, role, layout, rank, shape, batch)
         elif config.rollout.capabilities.in_process:
             awake = ("generate",) if rank in asleep else PHASES
-            items += _rollout(config, layout, shape, batch, awake)
+            items += _engine_items(config, layout, shape, batch, awake)
             items += connections
         # Other engines run in servers outside the job's ranks.
 
@@ -298,9 +298,11 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         role = role_of(plan.role)
         settings = plan.settings
         assert settings.max_row_tokens is not None
+
         # A record has one row for each response, such as two for a preference pair.
         rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
+
         learners[role] = _Learner(
             config.actor.recompute if role == "actor" else "none",
             settings.optimizer,
@@ -311,7 +313,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     return learners
 
 
-def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
+def _layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the layers of each pipeline stage."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
@@ -428,7 +430,7 @@ def checkpoint_memory(
     return CheckpointMemory(shards, gathered, weights, min(config.gpus_per_node, len(ranks)))
 
 
-def _trained(
+def _trained_role_items(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
     """Return the memory items of a trained role: weights, gradients, optimizer state and activations."""
@@ -441,7 +443,7 @@ def _trained(
         return item if role == "actor" else f"{role} {item}"
 
     layers = _layer_kind(config, shape, learner.recompute)
-    stages = _stages(config, layout, shape)
+    stages = _layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, layers.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
@@ -473,7 +475,7 @@ def _trained(
         trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
     weights = _trained_weights(config, role, int(memory.weights), layers, learner.offload)
     if adapters is not None and spec.shares == ADAPTED:
-        weights = _with_base(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
+        weights = _with_base_weights(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
     items = [weights]
 
     detail = f"{trained_count} x 4 B (float32)"
@@ -499,7 +501,7 @@ def _trained(
     )
     items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
     phases = ("score", "learn")
-    items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
+    items += _forward_items(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
 
     # A forward pass needs only the logits; training also accumulates the gradients of the output layer.
     head_sums = int(memory.logits - scoring.logits)
@@ -524,7 +526,7 @@ def _trained_weights(
         phases = ("score", "learn")
         turn = role
     # The actor's weights stay resident while another role computes with them in its own turn.
-    if role == "actor" and _is_base(config):
+    if role == "actor" and _is_shared_base(config):
         turn = None
     detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     return MemoryItem(f"{role} weights", weight_bytes, phases, detail, turn)
@@ -545,14 +547,14 @@ def _adapter_counts(
     return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
 
 
-def _is_base(config: RunConfig) -> bool:
+def _is_shared_base(config: RunConfig) -> bool:
     """Return whether another role computes with the actor's weights as its base weights."""
     return any(
         is_initial_actor(config, path) or shares_actor_base(config, path) for path in role_sections(config)
     )
 
 
-def _with_base(
+def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
     """Return the item for the weights of a role with adapters: the adapters alone if it shares the base."""
@@ -563,7 +565,7 @@ def _with_base(
     return replace(weights, how=f"{trained_count} and the head, and a separate base: {reason}")
 
 
-def _forward(
+def _forward_items(
     role: str,
     item_name: Callable[[str], str],
     scoring: TrainingMemory,
@@ -576,13 +578,15 @@ def _forward(
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
+
+    # Only the last pipeline stage computes logits.
     if scoring.logits:
         detail = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
         items.append(MemoryItem(item_name("logits chunk"), int(scoring.logits), phases, detail, role))
     return items
 
 
-def _frozen(
+def _frozen_role_items(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
     """Return the memory items of a frozen role: weights, and the activations of a forward pass."""
@@ -591,7 +595,7 @@ def _frozen(
         shape = shape.with_scalar_head()
 
     layers = _layer_kind(config, shape, "none")
-    stages = _stages(config, layout, shape)
+    stages = _layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, layers, tokens)
@@ -611,11 +615,11 @@ def _frozen(
         return f"{role} {item}"
 
     tokens_per_rank = f"{tokens // layout.context} tokens"
-    forward = _forward(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
+    forward = _forward_items(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
     return [weights, *forward]
 
 
-def _sync_connections(
+def _sync_connections_item(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
 ) -> MemoryItem:
     """Return NCCL's buffers for the messages of a weight sync, which remain after ranks have connected."""
@@ -640,7 +644,7 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     return min(rows, max(limit, batch.samples))
 
 
-def _rollout(
+def _engine_items(
     config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
 ) -> list[MemoryItem]:
     """Return the memory items of an in-process engine, whose weights are resident in the phases ``awake``."""

@@ -320,4 +320,5 @@ def check_same_model(
 
 
 def _value_text(value: Any) -> str:
+    """Return a property of a model as text, the items of a list separated by commas."""
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

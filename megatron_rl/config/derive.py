@@ -331,13 +331,13 @@ def resolve(
         config,
         world_size=world_size,
         model=model,
-        sft=_stage(config.sft, "sft", config, reasons),
-        preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
+        sft=_fill_stage(config.sft, "sft", config, reasons),
+        preference=_fill_preference(_fill_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
-        checkpoint=_checkpoint(config, world_size, shape, reasons),
-        mismatch=_mismatch(config.mismatch, model.dtype, reasons),
-        rollout=_rollout(config.rollout, reasons),
-        asynchrony=_asynchrony(config, reasons),
+        checkpoint=_fill_checkpoint(config, world_size, shape, reasons),
+        mismatch=_fill_mismatch(config.mismatch, model.dtype, reasons),
+        rollout=_fill_rollout(config.rollout, reasons),
+        asynchrony=_fill_asynchrony(config, reasons),
     )
     return Resolved(resolved, reasons)
 
@@ -403,12 +403,14 @@ def _with_placement(
             explicit = layout
         elif explicit.ranks is None:
             reasons[f"{path}.ranks"] = reason
-        return replace(section, layout=_layout(explicit, layout, path, reasons))
+        return replace(section, layout=_fill_layout(explicit, layout, path, reasons))
 
     return with_role_sections(config, fill)
 
 
-def _layout(explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
+def _fill_layout(
+    explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
+) -> LayoutConfig:
     """Fill in the unset sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
     derived = role_layout(layout, path)
     # The reason of a layout that is derived as a whole also applies to its sizes.
@@ -429,11 +431,11 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
     def fill(path: str, section: Any) -> Any:
         if isinstance(section, RewardModelConfig):
-            training = _stage(section.training, f"{path}.training", config, reasons)
+            training = _fill_stage(section.training, f"{path}.training", config, reasons)
             return replace(section, training=training)
         if not spec_at(path).trains:
             return section
-        return replace(section, optimizer=_optimizer(section.optimizer, f"{path}.optimizer", reasons))
+        return replace(section, optimizer=_fill_optimizer(section.optimizer, f"{path}.optimizer", reasons))
 
     return with_role_sections(config, fill)
 
@@ -461,7 +463,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
     return with_role_sections(config, fill)
 
 
-def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
+def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
     """Fill in the values of a stage that default to the run's; None stays None."""
     if settings is None:
         return None
@@ -472,10 +474,10 @@ def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str])
     if settings.max_row_tokens is None:
         reasons[f"{path}.max_row_tokens"] = "data.max_prompt_tokens + rollout.max_response_tokens"
         settings = replace(settings, max_row_tokens=longest_row(config))
-    return replace(settings, optimizer=_optimizer(settings.optimizer, f"{path}.optimizer", reasons))
+    return replace(settings, optimizer=_fill_optimizer(settings.optimizer, f"{path}.optimizer", reasons))
 
 
-def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
+def _fill_optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
     """Fill in the default of ``minimum_learning_rate`` for the optimizer at ``path``."""
     if optimizer.minimum_learning_rate is not None:
         return optimizer
@@ -508,7 +510,7 @@ def default_attention() -> tuple[str, str]:
     return "torch", "Transformer Engine is not installed"
 
 
-def _checkpoint(
+def _fill_checkpoint(
     config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
 ) -> CheckpointConfig:
     """Fill in the layout of saved optimizers, and the time limit of a stop."""
@@ -533,7 +535,7 @@ def _checkpoint(
     return checkpoint
 
 
-def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
+def _fill_preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
     """Fill in the default beta of the preference loss, which is that of its paper."""
     if preference is None or preference.beta is not None:
         return preference
@@ -549,7 +551,7 @@ def default_mismatch(dtype: str) -> tuple[float, float, str]:
     return MISMATCH.get(dtype, MISMATCH["bfloat16"])
 
 
-def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
+def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
     """Fill in the default thresholds of a dtype, with ``warn`` at most ``stop``."""
     warn, stop, reason = default_mismatch(dtype)
     if mismatch.warn is None:
@@ -565,7 +567,7 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
     return mismatch
 
 
-def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
+def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
     """Fill in the length of a generation round with over-sampling, in tokens."""
     if rollout.round_tokens is not None:
         return rollout
@@ -581,7 +583,7 @@ def versions_between(config: RunConfig) -> int:
     return min(every - 1, last) if every else last
 
 
-def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
+def _fill_asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
     """Fill in ``max_staleness``, the largest age of a trained token in updates of the policy."""
     asynchrony = config.asynchrony
     if asynchrony.max_staleness is not None:

@@ -112,6 +112,7 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
             copy = None
             if _is_name(name):
                 copy = parse_name(name)
+
                 if copy is None:
                     errors.append(
                         UserError(
@@ -126,8 +127,8 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
             values.append(value)
 
         # The origin keeps the names, which the values no longer show.
-        written = ", ".join(str(name) for name in names)
-        leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {written}")
+        names_text = ", ".join(str(name) for name in names)
+        leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {names_text}")
         if isinstance(leaf.value, list):
             leaf.value = values
         else:
@@ -136,6 +137,7 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
 
 
 def _is_name(value: Any) -> bool:
+    """Return whether a value is a name on the Hugging Face Hub, valid or malformed."""
     return isinstance(value, str) and value.startswith(PREFIX)
 
 

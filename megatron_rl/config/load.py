@@ -74,7 +74,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), weights: bool = False)
     tree, files = read_with_base(Path(path), errors)
     if tree is None:
         return LoadedConfig(None, Path(path), {}, tuple(errors), files=files)
-    return replace(_finish(tree, Path(path), overrides, errors, weights), files=files)
+    return replace(_parse_loaded_tree(tree, Path(path), overrides, errors, weights), files=files)
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
@@ -83,7 +83,7 @@ def load_text(text: str, overrides: Iterable[str] = (), name: str = "configurati
     tree = read_tree(text, name, errors)
     if errors and not tree.children:
         return LoadedConfig(None, None, {}, tuple(errors))
-    return _finish(tree, None, overrides, errors)
+    return _parse_loaded_tree(tree, None, overrides, errors)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -91,7 +91,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return load(path, overrides).valid()
 
 
-def _finish(
+def _parse_loaded_tree(
     tree: Section,
     path: Path | None,
     overrides: Iterable[str],

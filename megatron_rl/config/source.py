@@ -586,8 +586,10 @@ def describe(value: Any) -> str:
         case float():
             kind = "number" if math.isfinite(value) else "not a finite number"
             return f"{value!r} ({kind})"
+
         case str():
             return f"{value!r} (text)" if len(value) <= 80 else f"{value[:77]!r}... (text)"
+
         case dict():
             names = ", ".join(str(name) for name in list(value)[:6])
             return f"a section with {names or 'nothing in it'}"

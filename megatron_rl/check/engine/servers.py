@@ -185,6 +185,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
     A server loads the complete model of a multimodal checkpoint, with other tensor names, but the run trains
     only its language model. For sparse attention, a server's model has an indexer that the trainer's lacks.
     """
+    # Sparse attention: the actor has no indexer whose weights could be sent.
     if not rollout.capabilities.in_process and model.family.engine_family:
         in_process = engines_with(in_process=True, tensor_parallel=True)
         yield UserError(
@@ -194,6 +195,8 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
             got=f"{rollout.engine} with {model.family.architecture}",
             fix=f"set {in_process}",
         )
+
+    # A multimodal checkpoint.
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
     architecture = model.family.architecture

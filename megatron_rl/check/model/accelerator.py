@@ -142,7 +142,7 @@ def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Itera
             yield row
 
 
-def plain_experts(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
+def plain_expert_errors(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
     """Yield the error for a mixture of experts without Transformer Engine's layers on an accelerator."""
     for role in roles.values():
         if role.shape.experts and not role.fused:

@@ -92,7 +92,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
         yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
-def idle_adapters(config: RunConfig) -> Iterator[UserError]:
+def idle_adapter_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for adapters of reward models that are not trained."""
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"

@@ -268,6 +268,7 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -353,6 +353,7 @@ def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> in
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
@@ -379,6 +380,7 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _needs_checkpoint(key: str, value: str) -> UserError:
+    """Return the error for a setting that only has an effect together with ``model.megatron``."""
     fix = "set model.megatron, or name a Hugging Face model in model.path alone"
     return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 

@@ -117,7 +117,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         if weight_map:
             expected = f"every file that {INDEX} names"
         message = f"a weight file is missing: {shard.name}"
-        files.miss(shard, message, key, expected, "download the checkpoint again")
+        files.record_missing(shard, message, key, expected, "download the checkpoint again")
 
     # With a missing or broken file, its tensors would also be reported as missing.
     if _count_findings(files) != findings:
@@ -171,6 +171,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _count_findings(files: Files) -> tuple[int, int, int]:
+    """Return the numbers of findings of each kind, to detect whether a rule has added any."""
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
@@ -201,7 +202,7 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
     if any(path.glob("*.bin")):
         fix = f"convert the .bin files: {_CONVERT} {path}"
     file = path / "model.safetensors"
-    files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
+    files.record_missing(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
 
 def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:

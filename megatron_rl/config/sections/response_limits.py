@@ -133,5 +133,6 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
 
 
 def _is_limit(value: Any) -> bool:
+    """Return whether a value is a valid number of tokens."""
     # YAML's true is an int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS

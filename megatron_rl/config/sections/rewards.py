@@ -81,7 +81,7 @@ class RewardLimitsConfig(LimitsConfig):
 class RewardServerConfig:
     """Server that computes rewards, and the limits of requests to it.
 
-    The first rank of the job sends all requests, so that their numbers hold for the complete job.
+    The first rank of the job sends all requests, so that the limits apply to the complete job.
     """
 
     url: str = required(

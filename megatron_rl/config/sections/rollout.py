@@ -477,7 +477,7 @@ class RolloutConfig:
 
     @property
     def limit_settings(self) -> dict[str, ResponseLimit]:
-        """Return every `max_response_tokens` by its path: that of the rollout, and those of profiles."""
+        """Return every `max_response_tokens` by its path: the rollout's, and those of sampling profiles."""
         limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
         for task, profile in self.sampling_profiles.items():
             if "max_response_tokens" in profile:
