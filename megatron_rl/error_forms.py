@@ -45,7 +45,7 @@ def out_of_range(path: str, value: Any, expected: str, *, fix: str | None = None
 
 
 def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
-    """Return the error for a value that has an effect only under a condition that does not hold.
+    """Return the error for a value that has an effect only under a condition that is not met.
 
     Example:
         >>> print(requires("actor.lora.dropout", 0.1, "lora.rank of 1 or more", got="0", fix="set lora.rank"))

@@ -602,8 +602,8 @@ class TokenCounter:
                 files.errors.append(error)
                 break
 
-        # Encode all texts in one batch, which `tokenizers` does in parallel. Cut each text where it is far
-        # beyond the limit.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate texts that are
+        # far beyond the limit.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_of.values():

@@ -267,7 +267,7 @@ def _check_reward(inputs: Inputs) -> None:
                     where="reward.code",
                     expected="a list of {stdin, stdout}, {call, returns} or 'assert f(x) == y'",
                     got=str(error),
-                    fix="correct the data, or name the field that holds tests in data.ground_truth_field",
+                    fix="correct the data, or set data.ground_truth_field to the field with the tests",
                 )
             )
     inputs.errors.extend(errors)
@@ -364,7 +364,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
                 where=key,
                 expected=_MODEL_FILES,
                 got=str(path),
-                fix="name the directory that holds the checkpoint",
+                fix="name the directory with the checkpoint",
             )
         )
         return None
@@ -382,7 +382,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         model = check_model_config(config_file, files)
     else:
         expected = "a Hugging Face checkpoint directory"
-        fix = "name the directory that holds config.json"
+        fix = "name the directory with config.json"
         files.record_missing(config_file, "the model has no config.json", key, expected, fix)
 
     check_weights(path, key, files, model)

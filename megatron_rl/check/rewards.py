@@ -70,7 +70,7 @@ class FunctionRef(NamedTuple):
     arguments: tuple[str, ...] = ARGUMENTS
     """Arguments of every call."""
     optional: tuple[str, ...] = (TURNS, TOKENS)
-    """Arguments that are passed only where the function has a parameter of that name."""
+    """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
     """Whether all ``arguments`` are passed; by default only those that the function has a parameter for."""
 
@@ -483,7 +483,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
                 where=path,
                 expected="a URL without user, password or key",
                 got=f"a URL of {address.hostname} with one",
-                fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
+                fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
             )
             return
 
@@ -522,8 +522,8 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
         yield UserError(
             "a secret has to be named by an environment variable that user code cannot read",
             where=path,
-            expected="the name of an environment variable that looks like a secret's, as SERVER_TOKEN or "
-            "MY_API_KEY",
+            expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
+            "or MY_API_KEY",
             got=f"{len(name)} characters that are no such name",
             fix="put the secret into such a variable, and write its name here",
         )

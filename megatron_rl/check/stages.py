@@ -42,7 +42,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
             where=f"{plan.where}.{settings.RESPONSES[-1]}",
             expected="two different fields",
             got=f"`{response_fields[-1]}` for both",
-            fix="name the field that holds the other response",
+            fix="name the field with the other response",
         )
 
     # Exactly one of steps and epochs sets the length.
@@ -116,7 +116,7 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 "the configuration has stages, and no reinforcement learning after them",
                 where=plans[0].where,
-                expected="data.train, reward and steps as well",
+                expected="data.train, reward and steps too",
                 got=", ".join(plan.where for plan in plans),
                 fix=f"for the stage alone: python -m megatron_rl {job} CONFIG; check CONFIG --for {job}",
             )

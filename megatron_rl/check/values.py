@@ -200,7 +200,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
                 where=data.setting_of("ground_truth_field"),
                 expected="two different fields",
                 got=f"`{data.prompt_field}` for both",
-                fix="name the field that holds the answer",
+                fix="name the field with the answer",
             )
 
 

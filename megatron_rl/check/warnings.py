@@ -327,7 +327,7 @@ def _network_warnings(
             if _replica_exceeds_node(config, shape):
                 continue
             # A replica has no pipeline, so only its tensor size can change.
-            fix = f"set {layout.path}.tensor={config.gpus_per_node} where one node holds the model's weights"
+            fix = f"set {layout.path}.tensor={config.gpus_per_node} if one node has room for the weights"
         yield UserError(
             f"tensor parallelism of the {role} spans nodes, between which the network is slow",
             where=f"{layout.path}.tensor",

@@ -270,7 +270,7 @@ def _plan_sections(report: CheckReport) -> str:
 
 
 def _algorithm_lines(report: CheckReport) -> list[str]:
-    """Return the resolved pieces of the algorithm: name, settings, and where the choice comes from."""
+    """Return the lines of the algorithm's resolved pieces: name, settings, and origin of the choice."""
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
     for key in KINDS:
@@ -376,7 +376,7 @@ def _configuration_section(report: CheckReport) -> str:
     lines.append("defaults:")
     wrapped = textwrap.wrap("  ".join(defaults), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     lines += [f"  {line}" for line in wrapped]
-    return _section("CONFIGURATION", "every value and where it comes from", lines)
+    return _section("CONFIGURATION", "every value and its origin", lines)
 
 
 def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:

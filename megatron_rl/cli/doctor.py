@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     if measures_links:
         from megatron_rl.distributed import watch
 
-        # Exit on all ranks at once: the launcher would end rank 0 as soon as another rank fails.
+        # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
         watch.leave()
     return int(_failed(sections))

@@ -1,7 +1,7 @@
 """Generator of the documentation pages that are derived from the code.
 
-``python -m megatron_rl.cli.reference all`` writes every page below docs/, and
-``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` one of them.
+``python -m megatron_rl.cli.reference all`` writes every page below docs/.
+``python -m megatron_rl.cli.reference PAGE`` prints a single page.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _meaning(setting: Setting) -> str:
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
-    # The keys of a section have rows of their own: list only the values that differ from its class.
+    # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):

@@ -236,7 +236,7 @@ def require_layout(
     if readable:
         fix += f"; or resume from {readable[-1]}, which any layout reads"
     raise UserError(
-        "the checkpoint holds the optimizer in the shards of another layout",
+        "the checkpoint has the optimizer in the shards of another layout",
         where=f"{directory} ({name})",
         expected=", ".join(f"{size} {layout[size]}" for size in _SHARD_SIZES),
         got=", ".join(f"{size} {saved[size]}" for size in _SHARD_SIZES),

@@ -224,7 +224,7 @@ def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBo
     # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    # Assume all rows at their limits, since the budget must hold for every step.
+    # Assume all rows at their limits, since the budget is for every step.
     share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
     return MicroBatchBounds(row_tokens, share, microbatches)
 
@@ -242,7 +242,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
         return budget, f"{bounds.microbatches} micro-batches keep {layout.pipeline} pipeline stages busy"
     if budget == share:
         return budget, "a mini-batch fits in one micro-batch"
-    return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
+    return budget, f"at most {MICROBATCH_TOKENS} tokens, and never less than the longest row"
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:

@@ -6,7 +6,8 @@ inverts that mapping. A name includes as many of its sections as make it unique,
 
 `note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
 the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
-A user's own class and a piece of an algorithm have no other sections: there the guess is made at once.
+A user's own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a
+name.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ _NO_COUNTERPART: Mapping[str, str] = {
         ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
-    "the chat template is called without arguments of its own": """
+    "data.sources.NAME.chat_template_kwargs sets the template's arguments for one source of prompts": """
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
+    "data.sources.NAME.system_prompt sets it for one source of prompts": "system_prompt",
     "the tokenizer's own chat template is used": """
-        custom_chat_template chat_template_path system_prompt""",
+        custom_chat_template chat_template_path""",
     # Features that this project does not have, or has under another subject.
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
@@ -101,7 +103,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         calculate_log_probs get_log_probs return_logprob""",
     (
         # Checkpoints and evaluation.
-        "checkpoints hold everything that a run resumes from; `checkpoint.export` writes the Hugging "
+        "checkpoints contain everything that a run resumes from; `checkpoint.export` writes the Hugging "
         "Face model"
     ): """
         save_contents load_contents save_optimizer save_only_model save_safetensors no_save_optim

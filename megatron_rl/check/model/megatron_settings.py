@@ -139,7 +139,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
         tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad
         tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""",
-    "a graph holds one shape, and packed micro-batches differ in length": """
+    "a graph has fixed shapes, and packed micro-batches differ in length": """
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps cuda_graph_modules
         delay_offload_until_cuda_graph moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
@@ -150,7 +150,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         inference_cuda_graph_scope inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
         moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill""",
-    "log-probs come from kernels of the project's own, and no cross entropy is computed": """
+    "log-probs are computed by this project's own kernels, without a cross entropy": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
         wgrad_deferral_limit""",
     "actor.routing_replay decides what routers replay": "moe_enable_routing_replay",
@@ -215,7 +215,7 @@ OPTIMIZER_SET: Mapping[str, str] = {
 
 _OVERLAPPED_PASSES = "a forward and a backward pass that overlap need a plan of each layer"
 _NO_FP8 = "weights of 8 bits or fewer are not synced"
-_NO_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
+_NO_FSDP = "Megatron-FSDP stores weights in separate buffers, which weight syncs and checkpoints do not read"
 _FSDP_FIELDS = """
     data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer fsdp_manual_registration
     fsdp_all_gather_in_start_param_sync fsdp_db_use_persist_buf_on_alloc_fail preserve_fp32_weights

@@ -230,7 +230,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
     """Return the error for tensors that are not in the file that the index names for them."""
     return UserError(
-        "the model's list of weight files names tensors that the files do not hold",
+        "the model's list of weight files names tensors that the files do not contain",
         where=str(path / INDEX),
         expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
         got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
@@ -316,7 +316,7 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
 
 
 def _split_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Split tensors that hold all experts of a layer into one tensor per expert.
+    """Split tensors with all experts of a layer into one tensor per expert.
 
     Tensors in mxfp4 are float32 in the result, as a run reads them.
     """

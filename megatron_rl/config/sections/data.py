@@ -98,7 +98,7 @@ class DataConfig:
     sources: dict[str, SourceConfig] = setting(
         {},
         "Sources of training prompts by name, in place of `data.train`. Each has its share of the prompts "
-        "by weight, and metrics of its own.",
+        "by weight, and its own metrics.",
     )
     weights: dict[str, dict[str, float]] = setting(
         {},

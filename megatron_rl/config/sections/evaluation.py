@@ -38,7 +38,7 @@ class EvaluationSetConfig:
         example="data/eval.jsonl",
     )
 
-    # Sets come from many sources, each of which has names of its own for the fields of a record.
+    # Sets come from many sources, each with its own names for the fields of a record.
     prompt_field: str | None = own_field(
         "prompt_field",
         "Field of the prompt in this set.",
@@ -159,7 +159,7 @@ class EvaluationConfig:
     )
     every: int = setting(
         10,
-        "Steps between evaluations of the sets that have no interval of their own.",
+        "Steps between evaluations of the sets without an `every` in their section.",
         **STEPS,
         advice=NEVER,
         also_called={

@@ -369,7 +369,7 @@ class LoraConfig:
         None,
         "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2. The "
         "last two are those of every MLP; in a mixture of experts also those of shared experts and of each "
-        "routed expert, which has adapters of its own.",
+        "routed expert, which has its own adapters.",
         unset="all of these layers that the model has; in a mixture of experts, those of attention alone",
         also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules", "common": "lora_modules"},
         conversion=dict.fromkeys(
@@ -460,7 +460,7 @@ class ActorConfig:
     # Pass-through settings, under Megatron's own names.
     megatron: dict[str, Any] = setting(
         {},
-        "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "
+        "Fields of Megatron-Core's TransformerConfig, also for the roles that have no such settings. "
         "On an accelerator some have other defaults (docs/accelerators.md), which `check` prints.",
         also_called={"verl": "override_transformer_config"},
     )

@@ -713,7 +713,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
         yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
         shortest = settings["min_response_tokens"]
 
-        # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
+        # Limits may depend on the prompt, or follow earlier lengths: the minimum applies to each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
         if shortest > limit:
             yield out_of_range(
