@@ -112,7 +112,7 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
         ("enable_lora", True, "called `actor.lora.sync` here"),
         ("max_loras", 4, "are the only ones"),
         ("speculative_config", {"model": "a"}, "draft model"),
-        ("cpu_offload_gb", 4, "whole in the device's memory"),
+        ("cpu_offload_gb", 4, "complete in the device's memory"),
         ("logits_processors", ["a:b"], "must match the trainer's"),
         ("max_num_seqs", "64", "wrong type"),
         ("max_num_seqs", True, "wrong type"),

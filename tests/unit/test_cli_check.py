@@ -476,7 +476,7 @@ def test_help_names_every_command() -> None:
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
     described = run("reward-model", "--help", cwd=ROOT).stdout
-    assert "Train reward models" in described and "reward.models.NAME.training" in described
+    assert "training of reward models" in described and "reward.models.NAME.training" in described
 
 
 def test_doctor_without_heavy_imports(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_unreadable_files(path: str) -> None:
 WARNINGS = [
     (("batch.samples_per_prompt=1",), "compares samples of one prompt"),
     (("batch.optimizer_steps=3",), "optimizer steps get different numbers of prompts"),
-    (("actor.optimizer.decay=cosine",), "ends where it starts"),
+    (("actor.optimizer.decay=cosine",), "final value is its initial value"),
     (("evaluation.sets={}",), "nothing is evaluated"),
     (("evaluation.sets.held_out.samples=4",), "greedy evaluation gives the same answer"),
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),

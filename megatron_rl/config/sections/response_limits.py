@@ -40,7 +40,7 @@ class AutoLimitConfig:
         more_than=0,
         at_most=1,
     )
-    margin: float = setting(1.5, "Factor by which the limit exceeds that quantile.", at_least=1, at_most=100)
+    margin: float = setting(1.5, "Ratio of the limit to that quantile.", at_least=1, at_most=100)
     window: int = setting(
         512,
         "Number of latest responses of a class whose lengths count.",
