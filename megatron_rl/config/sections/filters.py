@@ -33,7 +33,7 @@ class FiltersConfig:
     )
     max_repetition: float = setting(
         1.0,
-        "Remove responses in which a larger share of the token n-grams is repeated; 1 removes none.",
+        "Remove responses in which a larger share of token n-grams repeats earlier ones; 1 removes none.",
         **SHARE,
         advice="0.3 removes loops and few other texts",
     )
