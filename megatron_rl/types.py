@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 BANNED = -1e30
-"""Bias of a token that is never sampled: finite, so that JSON and products with a slope of 0 can hold it."""
+"""Bias of a token that is never sampled. It is finite: JSON has no infinity, and 0 * infinity is NaN."""
 
 
 class SamplingParameters(NamedTuple):
@@ -56,13 +56,13 @@ class SamplingParameters(NamedTuple):
 
     # New fields come last: checkpoints have the values in order, and older ones lack the last.
     no_repeat_ngram_size: int = 0
-    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
+    """Length n of the n-grams that may occur only once in prompt and response together; 0 is off."""
 
     @property
     def has_penalties(self) -> bool:
         """Return whether earlier tokens of a row change its logits."""
-        counts = self.presence_penalty != 0 or self.frequency_penalty != 0
-        return counts or self.repetition_penalty != 1
+        has_count_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return has_count_penalty or self.repetition_penalty != 1
 
     @property
     def has_rules(self) -> bool:
@@ -90,7 +90,7 @@ class LogitRules(NamedTuple):
 FINISH_STOP = 0
 """The response ended with a stop token, or with a token that completes a stop text."""
 FINISH_LENGTH = 1
-"""The response reached ``max_response_tokens``, or the episode its last turn."""
+"""The response reached ``max_response_tokens``, or the episode reached its largest number of turns."""
 FINISH_FAILED = 2
 """The engine or the environment failed on this row; the row is invalid everywhere downstream."""
 UNFINISHED = 3
@@ -125,7 +125,7 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
 def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
     """Return the row number of each token: [N] int64.
 
-    Without the number of ``tokens``, N, it is read from the device of the lengths.
+    ``tokens`` is N. If it is None, N is read from ``lengths``, for which the host waits if they are on a GPU.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=tokens)
@@ -134,7 +134,8 @@ def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64.
 
-    With ``lengths`` [N] as items per token, it returns the positions of all items of the given tokens.
+    For tensors with several items per token, pass the number of items of each token as ``lengths`` [N] and
+    token positions as ``rows``: the result is the positions of all items of these tokens.
     """
     counts = lengths[rows]
     source_start = (lengths.cumsum(0) - lengths)[rows]
@@ -195,7 +196,7 @@ def limited_counts(rollouts: Rollouts) -> Tensor:
 
 
 def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the items at ``index`` of an optional field."""
+    """Return the items of an optional field at ``index``, or None if the field is None."""
     return None if values is None else values[index]
 
 
@@ -292,7 +293,7 @@ class PromptBatch(_Rows):
     ground_truths: tuple[Any, ...]
     """P reference answers of any type."""
     metadata: tuple[Mapping[str, Any], ...]
-    """P mappings."""
+    """P mappings: the remaining fields of each record."""
     sampling: tuple[SamplingParameters, ...]
     """P sampling parameters."""
 
@@ -350,7 +351,7 @@ class Rollouts(_Rows):
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """B rules that changed the logits before sampling, None for rows without; None if no row has any."""
+    """B rules that change logits before sampling, None for rows without rules; None if no row has rules."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",

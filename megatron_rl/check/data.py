@@ -1,9 +1,9 @@
 """Rules on data sets: files that can be read, records that are valid, and rows that fit their token limits.
 
-`check` has seconds, so it samples: it reads small data sets to the end, and the first records of larger ones.
-It tokenises a sample of these records, without torch and transformers: the longest, the shortest, and others
-spread evenly. Counts exclude the special tokens that a tokenizer adds around a text, so a record that is
-reported as too long is also too long in the run.
+`check` should take seconds, so it samples: it reads small data sets to the end, and the first records of
+larger ones. It tokenises a sample of these records, without torch and transformers: the longest, the
+shortest, and others spread evenly. Counts exclude the special tokens that a tokenizer adds around a text, so
+a record that is reported as too long is also too long in the run.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ MIN_RECORDS = 200
 """Records at the start of a data set that are read, however large it is."""
 
 WHOLE_BYTES = 16 << 20
-"""Bytes of JSON lines, over all data sets, up to which they are read to the end: about a second's work."""
+"""Bytes of JSON lines, over all data sets, that `check` reads completely: about a second's work."""
 
 WHOLE_TABLE_BYTES = 4 << 20
-"""The same for Parquet and Arrow tables: fewer bytes, since they may be compressed."""
+"""Bytes of Parquet and Arrow tables that take as long to read as `WHOLE_BYTES`: they may be compressed."""
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line that is read, in bytes: without a bound, a device such as /dev/zero would fill the memory."""
@@ -93,10 +93,10 @@ CHARACTERS = 1 << 20
 """Budget of characters to tokenise, over all data sets; two records of each data set are always tokenised."""
 
 _MIN_TOKENISED_CHARACTERS = 1 << 16
-"""Smallest length at which a text is cut before it is tokenised; longer where the token limit is high."""
+"""Characters to which a text is truncated before it is tokenised; more if the token limit is high."""
 
 _EMPTY_PROMPT_CHARACTERS = 256
-"""Longest prompt that is tested for being empty after tokenisation: its characters may have no tokens."""
+"""Longest prompt, in characters, that is tested for having no tokens: a tokenizer may drop short texts."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class DataSet:
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
         reader: Reader of its records; it has the key that names the data set, and its fields.
-        limit: Most tokens of a prompt with its response, if there is one; None if that is not available.
+        limit: Largest valid number of tokens of a prompt together with its response, or of a prompt alone
+            for data without responses; None if not available.
         limited_by: The key that sets ``limit``.
     """
 
@@ -136,10 +137,10 @@ class DataPreview:
     """Records that were read of a data set.
 
     Attributes:
-        first: Values of the first valid record in the one form; of the first record as written if none is
-            valid, None for tables that cannot be read here.
-        count: Number of records of the whole data set, None if they were not counted.
-        records: The valid records that were read, in the one form.
+        first: Values of the first valid record in the form of `RecordReader`; of the first record as written
+            if none is valid; None for tables that cannot be read on this machine.
+        count: Number of records of the complete data set, None if they were not counted.
+        records: The valid records that were read, in the form of `RecordReader`.
     """
 
     first: Mapping[str, Any] | None
@@ -228,7 +229,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
         error = missing_error(missing_path, data_set.path)
-        files.miss(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        files.record_missing(missing_path, error.message, data_set.path, KINDS, error.fix or "")
         return None
 
     try:
@@ -297,7 +298,7 @@ def _check_records(
     files.errors.extend(broken.values())
     if not broken:  # with wrong field names, the remarks about unread fields would mislead
         files.warnings.extend(data_set.reader.remarks())
-    files.warnings.extend(_uninstructive(data_set, records))
+    files.warnings.extend(_uninformative_warnings(data_set, records))
     if first is None and not broken:
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
@@ -363,7 +364,7 @@ def _read_lines(
                 yield error
 
 
-def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
     """Yield a warning about records whose responses give no training signal."""
     fields = data_set.responses
     if not fields:
@@ -452,7 +453,7 @@ class TokenCounter:
 
     @cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Return the texts of the tokens that the model's files list as ends of responses, by id."""
+        """Return id -> text for the tokens that the model's files list as ends of responses."""
         return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
@@ -470,7 +471,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the texts that the template renders of conversations, None if it cannot be rendered."""
+        """Return the renderer of conversations as text, None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
@@ -577,7 +578,7 @@ class TokenCounter:
                 )
 
     def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
-        """Return the number of tokens of some records, by their index in ``records``.
+        """Return the number of tokens of a sample of records, by their index in ``records``.
 
         A record with several responses counts with its longest. The first record that cannot be rendered, or
         whose prompt has no tokens, is an error in ``files`` and ends the counting.
@@ -601,8 +602,8 @@ class TokenCounter:
                 files.errors.append(error)
                 break
 
-        # Encode all texts in one batch, which `tokenizers` does in parallel. Cut each text where it is far
-        # beyond the limit.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate texts that are
+        # far beyond the limit.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_of.values():
@@ -678,9 +679,9 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
         selected[long_record] = None
         selected[short_record] = None
 
-    spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
-    for step in range(spread):
-        selected[step * len(sizes) // spread] = None
+    spread_records = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
+    for step in range(spread_records):
+        selected[step * len(sizes) // spread_records] = None
     yield from selected
 
 

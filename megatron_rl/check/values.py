@@ -28,7 +28,7 @@ from megatron_rl.errors import UserError, nearest, single_errors
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return the errors for single values and for pairs of values."""
-    # Rules read the profiles' values, whose types must be right.
+    # `rule_errors` reads the values of sampling profiles, so their types must be valid.
     sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
         *value_errors(config),
@@ -200,7 +200,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
                 where=data.setting_of("ground_truth_field"),
                 expected="two different fields",
                 got=f"`{data.prompt_field}` for both",
-                fix="name the field that holds the answer",
+                fix="name the field with the answer",
             )
 
 
@@ -211,7 +211,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
         if name in RULE_OF:
             if rule.metric is not None:
                 yield UserError(
-                    f"`{path}` is a rule with metrics of its own",
+                    f"`{path}` is a built-in rule, whose metrics are fixed",
                     where=f"{path}.metric",
                     expected="no metric, or another name for the rule",
                     got=rule.metric,
@@ -289,7 +289,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(
-            "weights of sources hold after a number of steps",
+            "weights of sources apply after a number of steps",
             where=path,
             expected="a number of steps, 0 or more",
             got=steps,
@@ -327,7 +327,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
 def _template_argument_errors(
     config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
 ) -> Iterator[UserError]:
-    """Yield the errors for a system prompt or template arguments that prompts cannot have."""
+    """Yield the errors for a system prompt or template arguments where prompts are rendered without them."""
     for name in ("system_prompt", "chat_template_kwargs"):
         value = getattr(section, name)
         if value in (None, {}):

@@ -25,10 +25,11 @@ _NOTE_COLOUR = "#6b7280"
 _EMPTY_COLOUR = "#f3f4f6"
 
 
-def picture(report: CheckReport, name: str) -> str:
-    """Return an SVG of a check: a column per rank, a row per role, and the bytes that a rank gets in a sync.
+def draw_svg(report: CheckReport, name: str) -> str:
+    """Return the SVG of a check: a column per rank, a row per role, and each rank's bytes of a weight sync.
 
-    The report must have layouts. Only the first ranks of a large job are drawn.
+    The report must have layouts; ``name`` is its configuration, for the title. Only the first `_MAX_COLUMNS`
+    ranks are drawn.
     """
     assert report.layouts is not None
     ranks = range(min(report.world_size, _MAX_COLUMNS))
@@ -86,7 +87,7 @@ def _role_row(report: CheckReport, role: str, top: int, ranks: range) -> list[st
 
 
 def _sync_rows(report: CheckReport, top: int, ranks: range) -> list[str]:
-    """Return the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
+    """Return the two rows below the roles: the bytes that each rank needs in a weight sync, and receives."""
     assert report.sync is not None
     elements = [
         _text(16, top + 27, "weights of a sync", weight="bold"),
@@ -125,7 +126,7 @@ def _text(
     size: int = 13,
     anchor: str = "start",
 ) -> str:
-    """Return a text element."""
+    """Return an SVG text element; ``x`` and ``baseline`` are in pixels, ``anchor`` is SVG's text-anchor."""
     return (
         f'<text x="{x}" y="{baseline}" fill="{colour}" font-size="{size}" font-weight="{weight}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'

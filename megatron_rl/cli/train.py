@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, then train.
 
-    Every rank checks the same input before the first collective, so all ranks exit with the same errors, and
-    none waits for another.
+    Every rank checks the same input before the first collective, so all ranks exit with the same errors and
+    no rank hangs.
     """
     leave_with_launcher()
     world_size = current_launch(joins=True).world_size

@@ -170,6 +170,7 @@ def type_text(hint: Any) -> str:
 
 
 def _option_text(option: Any) -> str:
+    """Return one member of a union as text."""
     simple = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if option in simple:
         return simple[option]
@@ -212,6 +213,7 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
 
 
 def _reads_as_number(text: str) -> bool:
+    """Return whether a text is a finite number in Python's syntax."""
     try:
         return math.isfinite(float(text))
     except ValueError:

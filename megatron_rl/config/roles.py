@@ -1,11 +1,11 @@
 """Table of the roles of a run: name, configuration section and work in a step.
 
-The one idea: a role is a row of `ROLES`, and everything that loops over roles (placement, memory estimate,
-`check`, the planner, the build, the score phase) reads that row. A new frozen role that scores tokens is one
-row here and one section in `config.schema`.
+The one idea: a role is a row of `ROLES`, and all code that loops over roles (placement, memory estimate,
+`check`, the planner, the build, the score phase) reads that row. A new frozen role that computes a number per
+token is one row here and one section in `config.schema`.
 
 Two names remain literals in the package, since the algorithm is about them and a run has exactly one of each:
-``actor``, the policy that learns, whose layout and model every role without its own takes, and ``rollout``,
+``actor``, the trained policy, whose layout and model are the defaults of the other roles, and ``rollout``,
 the engine that samples, which has no Megatron model.
 """
 
@@ -33,7 +33,7 @@ NUMBER = "number"
 # The role can be the actor as it was before its adapters were trained: one model, adapters switched off.
 INITIAL = "initial"
 
-# The role can have adapters of its own over the actor's base weights.
+# The role can have its own adapters on the base weights of the actor.
 ADAPTED = "adapted"
 
 
@@ -45,9 +45,9 @@ class AlgorithmNeed:
     """
 
     attribute: str
-    """Attribute of `Algorithm` that is true where it needs the role."""
+    """Attribute of `Algorithm` that is true if the algorithm needs the role."""
     reason: str
-    """Why a run gets the role without naming it; ``{name}`` is the algorithm's."""
+    """Reason why a run has the role although its section is not set; ``{name}`` is the algorithm's."""
     unused: str
     """Warning of a run that has the role although its algorithm does not need it."""
     lacks: str
@@ -73,21 +73,21 @@ class RoleSpec:
     phase: str
     """Phase of a step in which it runs inference: generate, reward or score."""
     head: str | None
-    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None: it has no such model."""
+    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None if it has no such model."""
     outputs: tuple[str, ...] = ()
-    """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
+    """Names in `Scores` of the head's outputs per token; empty for a reward model, whose output is NAME."""
     trains: bool = False
     """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
     metric_prefix: str = ""
-    """Group of its metrics; empty: its name."""
+    """Group of its metrics; empty if it is the role's name."""
     need: AlgorithmNeed | None = None
-    """Property of an algorithm that requires it; None: a run has it only if its section is set."""
+    """Property of an algorithm that requires it; None if a run has it only if its section is set."""
     placement: str | None = None
     """Placement preset that gives it the second half of the ranks, separate from the actor."""
     shares: str | None = None
-    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None: never."""
+    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
         """Return the sections of the role that are set, by configuration path."""

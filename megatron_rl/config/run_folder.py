@@ -16,9 +16,9 @@ STAGES = "stages"
 
 
 class RunFolder:
-    """Paths of one run, relative to the folder ``path``.
+    """Paths of one run, below the folder ``path``.
 
-    A model's directory only exists once it is complete, so its existence means that the stage has ended.
+    The directory of a model is created complete, so its existence means that the stage has ended.
 
     Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """

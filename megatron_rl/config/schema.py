@@ -70,7 +70,7 @@ class BatchConfig:
     )
     samples_per_prompt: int = setting(
         8,
-        "Number of responses sampled to each prompt; together they are a group.",
+        "Number of responses sampled for each prompt; together they are a group.",
         unit="rows",
         **MANY,
         also_called={
@@ -253,8 +253,8 @@ class CheckpointConfig:
     stop_seconds: float | None = setting(
         None,
         "Time limit for the checkpoint of a job that a signal stops. torchrun kills its ranks "
-        "`--shutdown-timeout` after it got the signal itself; give a large model the time that `check` "
-        "estimates for its checkpoint.",
+        "`--shutdown-timeout` seconds after it has received the signal; give a large model the time that "
+        "`check` estimates for its checkpoint.",
         unset="5 s less than TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which is 30 s if it is not set",
         **WAIT,
     )
@@ -328,7 +328,7 @@ class RunConfig:
     )
     job: str = setting(
         TRAIN,
-        "Everything (train), or one stage before reinforcement learning alone. The command sets it.",
+        "Complete run (train), or a single stage before reinforcement learning. The command sets it.",
         choices=JOBS,
     )
     seed: int = setting(
@@ -340,8 +340,8 @@ class RunConfig:
     )
     deterministic: bool = setting(
         False,
-        "On accelerators, take only kernels that give the same bits in every run. A resumed run there equals "
-        "an uninterrupted one only with it; on hosts it always does.",
+        "On accelerators, use only kernels whose results are equal to the last bit in every run. There, a "
+        "resumed run equals an uninterrupted one only with this setting; on hosts it always does.",
         also_called={"Megatron-LM": "deterministic_mode", "verl": "full_determinism"},
     )
     # The machine.
@@ -394,7 +394,7 @@ class RunConfig:
     )
     placement: str = setting(
         "colocate",
-        "Ranks of the layouts that name none: all ranks for every role (colocate), the second half for the "
+        "Ranks of the layouts that set none: all ranks for every role (colocate), the second half for the "
         "rollout alone (standalone), or the second half for the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
         also_called={"OpenRLHF": "colocate_all_models", "slime": "colocate"},
@@ -428,7 +428,7 @@ class RunConfig:
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
     callbacks: tuple[str, ...] = setting(
         (),
-        "Classes of your own that are told of each step: path/to/file.py:Class or module:Class.",
+        "Classes of your own whose methods are called at each step: path/to/file.py:Class or module:Class.",
     )
     # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")

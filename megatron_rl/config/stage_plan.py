@@ -96,6 +96,7 @@ def _stage_keys(job: str) -> tuple[str, ...]:
 
 
 def _below(path: str, *sections: str) -> bool:
+    """Return whether a path is one of ``sections`` or below one of them."""
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
@@ -131,7 +132,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """Return the stages that have not run yet: of the actor's, those after the last one that has ended.
+    """Return the stages that still have to run; of the actor's stages, those after the last ended one.
 
     An earlier stage whose model was deleted does not run again, since a later one has started from it.
     """
@@ -175,4 +176,5 @@ def present_model(config: RunConfig) -> str:
 
 
 def _last_model(config: RunConfig, plans: list[StagePlan]) -> str:
+    """Return the model that the last of the stages writes; without stages, ``model.path``."""
     return str(plans[-1].model) if plans else config.model.path

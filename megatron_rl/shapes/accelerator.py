@@ -259,7 +259,7 @@ STAYS_OFF: Mapping[str, str] = {
     "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
     "which stages and restored runs need; it would save 2 bytes a parameter",
     "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, for rows of one length",
-    "cuda_graph_impl": "a graph holds one shape, and packed micro-batches differ in length",
+    "cuda_graph_impl": "a graph has fixed shapes, and packed micro-batches differ in length",
     "moe_token_dispatcher_type: flex": "DeepEP and HybridEP are packages of their own",
 }
 """Settings that other projects use for speed and that stay off here -> reason."""

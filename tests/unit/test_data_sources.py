@@ -398,7 +398,7 @@ def _copy_other_with_digest(file: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (_flip_a_token, "has other content than was written"),
+        (_flip_a_token, "has different content than when it was written"),
         (_copy_other, "has "),
         (_copy_other_with_digest, "has the digest of "),
         (lambda file, other: file.with_suffix(".digest").unlink(), "has no digest"),

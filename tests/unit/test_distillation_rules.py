@@ -52,10 +52,10 @@ def test_a_teacher_has_the_actors_tokens(workspace: Path) -> None:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(text))
     (error,) = errors(*overrides)
-    assert "the teacher has another tokenizer than the model" in error and "2 that differ" in error
+    assert "the teacher and the model have different tokenizers" in error and "2 that differ" in error
 
     save_model("qwen2", workspace / "other", vocab_size=rows - 1)
-    assert any("the teacher has another vocabulary than the model" in error for error in errors(*overrides))
+    assert any("teacher and the model have different vocabularies" in error for error in errors(*overrides))
 
 
 def test_a_teacher_that_nothing_reads_is_said(workspace: Path) -> None:

@@ -75,12 +75,12 @@ def test_a_critic_is_planned_with_its_roles(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((CONFIG, "--prompts", "64"), "--prompts describes a model's job"),
-        ((CONFIG, "--algorithm", "ppo"), "--algorithm describes a model's job"),
+        ((CONFIG, "--prompts", "64"), "--prompts describes the job of a plain model"),
+        ((CONFIG, "--algorithm", "ppo"), "--algorithm describes the job of a plain model"),
         ((CONFIG, "--gpus", "0"), "`--gpus` is out of range"),
         ((CONFIG, "steps=0"), "`steps` is out of range"),
         ((CONFIG, "--gpu", "h300"), "'h300', which is not a choice"),
-        (("qwen2-7b", "steps=3", "--gpus", "8"), "overrides are of a configuration"),
+        (("qwen2-7b", "steps=3", "--gpus", "8"), "overrides apply to a configuration"),
         (("gone.yaml",), "gone.yaml"),
         (("configs/quickstart.yaml",), "this configuration cannot be planned"),
         (("configs/recipes/distillation.yaml",), "this configuration cannot be planned"),

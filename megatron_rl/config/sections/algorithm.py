@@ -21,7 +21,7 @@ _ITS_OWN = "the named algorithm's own"
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Named algorithm, with replacements and settings of its pieces.
+    """Algorithm by name, with replacements and settings of its pieces.
 
     A piece is a name, the path of one of your own (``file.py:Name`` or ``module:Name``), or a section with
     ``name`` and its settings. Without ``name``, the settings apply to the algorithm's own piece. The

@@ -56,7 +56,7 @@ SHARE: Kind = {"at_least": 0, "at_most": 1}
 class LimitsConfig:
     """Limits of a process that runs the user's code, with all the processes that it starts."""
 
-    # Sizes that a mistake exceeds and usual code does not: an endless list, a file written in a loop.
+    # Sizes that usual code does not exceed, but an endless list or a file written in a loop does.
     memory_gib: float = setting(8.0, "Memory of a process.", unit="GiB", more_than=0, at_most=1024)
     # Python needs some for itself, its modules and the pipes of the worker.
     files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
@@ -65,7 +65,7 @@ class LimitsConfig:
         64, "Processes that it may have started.", unit="processes", at_least=0, at_most=4096
     )
 
-    # Closed unless opened: a reward function and the programs that it tests can be made by the policy.
+    # Denied unless allowed: a reward function may run programs that the policy has written.
     network: bool = setting(False, "Allow it to reach the network.")
     read: tuple[str, ...] = setting(
         (),

@@ -33,7 +33,7 @@ class FiltersConfig:
     )
     max_repetition: float = setting(
         1.0,
-        "Remove responses of whose n-grams of tokens a larger share has occurred before; 1 removes none.",
+        "Remove responses in which a larger share of token n-grams repeats earlier ones; 1 removes none.",
         **SHARE,
         advice="0.3 removes loops and few other texts",
     )
@@ -41,25 +41,25 @@ class FiltersConfig:
     banned: tuple[str, ...] = setting((), "Remove responses that contain one of these texts.")
     function: str | None = setting(
         None,
-        "Function that is called as a reward function is, with its limits, and returns whether to keep a "
+        "Function that is called like a reward function, with the same limits, and returns whether to keep a "
         "response: module:function, or path/to/file.py:function.",
         unset="none",
         also_called={
             "slime": "rollout_sample_filter_path",
             "common": "add_postprocess_filter, postprocess_filter",
         },
-        conversion="ours judges one response: path/to/file.py:function",
+        conversion="ours is called for one response: path/to/file.py:function",
     )
     on_filtered: str = setting(
         DROP,
-        "Use of a removed response: its group learns from the others (`drop`), or it has the reward "
+        "Use of a removed response: its group is trained on without it (`drop`), or it has the reward "
         "`filtered_reward` (`reward`).",
         choices=(DROP, REWARD),
     )
     refill: int = setting(
         0,
-        "Times that a removed response is sampled again, with another seed each time; what is removed the "
-        "last time has the use `on_filtered`.",
+        "Number of times that a removed response is sampled again, with another seed each time. A response "
+        "that is removed the last time is used as `on_filtered` sets it.",
         unit="times",
         at_least=0,
         at_most=100,

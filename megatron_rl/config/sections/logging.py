@@ -22,8 +22,8 @@ class LoggingConfig:
     # TensorBoard needs no server and no account.
     trackers: tuple[str, ...] = setting(
         ("tensorboard",),
-        f"Trackers, of {', '.join(TRACKERS)}. Each finds its server in its own way, by environment variables "
-        "or its login.",
+        f"Trackers among {', '.join(TRACKERS)}. The client of each finds its server as usual, by environment "
+        "variables or a login.",
         also_called={
             "verl": "trainer.logger",
             "TRL": "report_to",

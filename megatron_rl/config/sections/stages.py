@@ -31,7 +31,7 @@ class StageConfig:
         example="data/responses.jsonl",
     )
 
-    # Data of a stage and of reinforcement learning come from different sources, with other names of fields.
+    # Data of stages and of reinforcement learning come from different sources, which name fields differently.
     prompt_field: str | None = own_field(
         "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
     )
@@ -39,7 +39,7 @@ class StageConfig:
         "tools_field", "Field of the tools in `data` and `held_out` of the stage."
     )
     chat_template: bool | None = own_field(
-        "chat_template", "Put the prompts of the stage through the tokenizer's chat template."
+        "chat_template", "Render the prompts of the stage with the tokenizer's chat template."
     )
 
     # Length: `steps` or `epochs`, of which `check` requires exactly one.
@@ -70,7 +70,7 @@ class StageConfig:
         None,
         "Target of the loss on `held_out`. The stage ends at the first evaluation at or below it, and the "
         "job stops with an error if `steps` or `epochs` do not reach it.",
-        unset="the stage takes all its steps, whatever the loss",
+        unset="the stage takes all its steps, independently of the loss",
         **POSITIVE,
     )
     checkpoint_every: int | None = setting(
