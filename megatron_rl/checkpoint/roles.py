@@ -426,7 +426,7 @@ def _adapters(model: ParallelModel) -> str | None:
 
 
 def _adapter_base(model: ParallelModel) -> str | None:
-    """Return the digest of the weights under the model's adapters, or None without adapters."""
+    """Return the checksum of the base weights of the model's adapters, or None without adapters."""
     if model.adapters is None:
         return None
     return model.adapters.base

@@ -164,8 +164,8 @@ class Training:
                 self.algorithm,
                 self.tokenizer,
                 templated=templated,
-                say=job.say,
-                begin=progress.begin,
+                log=job.say,
+                show_part=progress.begin,
             )
         self._warn_of_missing_containment()
 
