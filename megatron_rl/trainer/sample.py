@@ -159,7 +159,7 @@ class RolloutSource:
             )
 
         # All ranks have the same sequences now, and select the same groups.
-        selected = self.buffer.select(generation_round.required, generation_round.wanted)
+        selected = self.buffer.select(generation_round.required, generation_round.batch_groups)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
         early = early_rewards(selected)
