@@ -490,7 +490,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
 # The user's code: every process of a run executes copies of the files, made at the run's start.
 
 
-def keep_code(job: Job) -> None:
+def copy_code(job: Job) -> None:
     """Copy the code that runs in contained processes into the run folder; later loads use the copy.
 
     Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
