@@ -1,4 +1,4 @@
-"""Tokens per micro-batch of the roles of a run, from one step to the next."""
+"""Adaptation of the tokens per micro-batch to the memory that passes have used: `batch.memory_target`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from megatron_rl.trainer.state import TrainerState
 
 _GIB = 2**30
 _SMALLER_DEVICE = 0.95
-"""Share of the stated memory that a device must have: the driver keeps some for itself."""
+"""Fraction of `gpu_memory_gib` that the device must report: the driver reserves some memory."""
 
 
 class MicroBatchControl:
-    """Tokens per micro-batch of the roles of a run, by the budget in its state."""
+    """Sets the tokens per micro-batch of all roles from the memory budget in the run's state.
+
+    Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
+    """
 
     def __init__(self, job: Job, roles: Roles, state: TrainerState) -> None:
         self._job = job
@@ -46,14 +49,14 @@ class MicroBatchControl:
             )
 
     def resume(self) -> None:
-        """Apply the budget of the checkpoint that the state was restored from, and print it."""
+        """Apply the budget that was restored from a checkpoint, and print it if it is not the estimate."""
         budget = self._state.budget
         if budget is not None and budget.tokens != budget.estimate:
             self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
         self._apply()
 
     def _apply(self) -> None:
-        """Set the tokens per micro-batch of all roles to those of the budget, if there is one."""
+        """Set the tokens per micro-batch of all roles from the budget, if there is one."""
         budget = self._state.budget
         if budget is None:
             return
@@ -61,10 +64,10 @@ class MicroBatchControl:
             role.tokens_per_microbatch = budget.tokens
 
     def after_step(self, values: Mapping[str, float]) -> Metrics:
-        """Adapt the budget to the measurements of a step; ``values`` are its metrics over all ranks.
+        """Adapt the budget to a step's memory use, and print a change.
 
-        Return the tokens per micro-batch of the step. Every rank has the same values, so all
-        ranks adopt the same budget.
+        ``values``: the step's metrics, gathered over all ranks, so that all ranks compute the same budget.
+        Returns the metric of the tokens per micro-batch in this step.
         """
         announce_split_passes(self._job, values)
         before = self._state.budget
@@ -90,7 +93,10 @@ class MicroBatchControl:
 
 
 def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
-    """Print how many passes of a step ran out of memory and were repeated, by its metrics over all ranks."""
+    """Print how many passes of a step ran out of memory and were repeated on smaller micro-batches.
+
+    ``values``: the step's metrics, gathered over all ranks.
+    """
     split = values.get(SPLIT_TOKENS)
     if split is None:
         return
@@ -103,7 +109,7 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
 
 
 def _advice(config: RunConfig) -> str:
-    """Return the setting that makes micro-batches smaller, as a clause."""
+    """Return a clause with the setting that makes micro-batches smaller, for the console."""
     if config.batch.memory_target is not None:
         return "the next steps have no larger ones; lower batch.memory_target"
     return "each such pass takes its time twice; lower batch.tokens_per_microbatch"

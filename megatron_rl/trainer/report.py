@@ -1,4 +1,4 @@
-"""Report of a run for people: a table, a picture of the learning curves, and a page with all details."""
+"""Report of a run: a table on the console, a picture of the learning curves, and a detailed HTML page."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, s
 from megatron_rl.trainer.logging import clock, spans
 
 SAMPLES = 2000
-"""Samples of a page at most."""
+"""Maximum number of samples on a page."""
 SAMPLES_OF_A_STEP = 32
-"""Samples of one file at most."""
+"""Maximum number of samples from one file."""
 MAX_TEXT_CHARACTERS = 4000
-"""Length to which a text of a sample is cut."""
+"""Maximum length of a sample's text, to which it is cut."""
 HEALTH_SAMPLES = 4
-"""Samples that are shown of a health rule at most."""
+"""Maximum number of samples that are shown for a health rule."""
 HEALTH_SAMPLES_READ = 10_000
-"""Samples of a step from which those are selected."""
+"""Maximum number of samples of a step from which those for a health rule are selected."""
 HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 PICTURE_DPI = 130
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
-"""Phases between steps, or concurrent with them, which have no share of the steps' time."""
+"""Phases that run between steps or concurrently with them, and are not part of the steps' time."""
 FINISH_REASONS = ("stop", "length", "failed")
 """Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
 
 _NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
-"""Pieces that the final table names; the page has all of them, with their settings."""
+"""Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SummaryRow = tuple[str, str, str]
 """Row of the final table: name, value, remark."""
@@ -73,13 +73,13 @@ class PhaseTime:
     total: float
     """Seconds in the whole run."""
     per_step: float
-    """Mean seconds of the steps that have the phase."""
+    """Mean seconds per step, over the steps that have the phase."""
     share: float | None
-    """Fraction of the time of all steps, None outside of steps."""
+    """Fraction of the time of all steps; None for a phase that is not part of steps."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:
-    """Return the metrics of a run and of its stages; raise UserError for a folder without any."""
+    """Return the metrics of a run and of its stages; raise UserError for a folder without metrics."""
     lines = _readable_lines(folder.metrics)
     stages: dict[str, Lines] = {}
     for name in folder.measured_stages():
@@ -100,22 +100,22 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
 
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, with characters escaped that terminals and files do not accept."""
+    """Return the lines of a metrics file, with unprintable characters in names escaped."""
     return [{escape_unprintable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
-    """Write ``learning_curve.png`` and ``report.html`` of a run and print its final table; return the page.
+    """Write ``learning_curve.png`` and ``report.html`` of a run, and print its final table.
 
-    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist.
-    Raises UserError for a folder without metrics.
+    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist. Returns the
+    path of the page. Raises UserError for a folder without metrics.
     """
     folder = RunFolder(run_dir)
     run = run_metrics(folder)
     rows = summary(run.lines, run.stages)
     phases = phase_times(run.lines or [line for lines in run.stages.values() for line in lines])
 
-    # The table first: the folder of another user's run may not be writable.
+    # Print the table before files are written: the folder of another user's run may not be writable.
     _print_tables(folder, rows, phases, console)
     draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
     samples, unreadable = stored_samples(folder)
@@ -139,7 +139,7 @@ def _page_sections(
     samples: Sequence[Mapping[str, Any]],
     unreadable: Sequence[str],
 ) -> list[Markup]:
-    """Return the sections of the page, from the final table to the configuration."""
+    """Return all sections of the page, from the final table to the configuration."""
     sections = [page.table(("", "value", ""), rows, numeric=(1,))]
     sections += [
         page.heading("Learning curves"),
@@ -155,7 +155,7 @@ def _page_sections(
         sections.append(page.heading("Time by phase"))
         sections.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
 
-    # Files that cannot be read are named even if no sample is left to show.
+    # List unreadable files even if there is no sample to show.
     if samples or unreadable:
         sections += [
             page.heading("Samples"),
@@ -171,7 +171,10 @@ def _page_sections(
 
 
 def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
-    """Return the health rules that fired, with the samples of the step in which each began."""
+    """Return the section of the health rules that fired, with samples of the step in which each began.
+
+    Returns no section for a run without health metrics.
+    """
     fired = firing_steps(lines)
     if not any(name.startswith(PREFIX) for line in lines for name in line):
         return []
@@ -196,12 +199,12 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
 
 def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
-    """Return the table rows of a step's samples that illustrate a rule; empty without stored samples."""
+    """Return table rows of a step's samples that show a rule's problem; empty without stored samples."""
     file_pattern = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
     samples: list[dict[str, Any]] = []
     for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
         kind = path.stem.removesuffix(f"_{step}")
-        # A file that cannot be read is named under the samples of the page.
+        # The page lists unreadable files in the section of samples.
         with contextlib.suppress(Exception):
             samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
 
@@ -218,9 +221,9 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
 
 
 def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return the name of a run's algorithm and its pieces with their settings, from config.yaml.
+    """Return table rows with a run's algorithm and its components with their settings, from config.yaml.
 
-    Empty for a job without an algorithm, and for a folder without a configuration that can be read.
+    Empty for a job without an algorithm, and for a folder without a readable configuration.
     """
     if not folder.config.is_file():
         return []
@@ -229,7 +232,7 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
     if values.get("job", TRAIN) != TRAIN or "algorithm.name" not in values:
         return []
 
-    # Collect the settings of each piece, which are leaves below its key.
+    # Collect the settings of each component: `algorithm.COMPONENT`, or `algorithm.COMPONENT.SETTING`.
     pieces: dict[str, Any] = {}
     for path, value in values.items():
         section, _, subpath = path.partition(".")
@@ -253,7 +256,7 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
         rows.append(("steps", str(len(steps)), ""))
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
-    # Numbers about the health of a run, as means with the worst or best step.
+    # Indicators of a run's health: mean over the steps, with the worst or best step.
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
         remark = f"best step {number_text(max(speed), ',.0f')}"
@@ -272,7 +275,7 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
 
 
 def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
-    """Return the first, last and best value of an evaluation set's accuracy."""
+    """Return the row with the first, last and best value of an evaluation set's accuracy."""
     steps, accuracy = series(lines, name)
     best = max(range(len(accuracy)), key=accuracy.__getitem__)
     difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
@@ -281,7 +284,7 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
-    """Return the means of the first and last steps of metrics that change during a run."""
+    """Return rows with the means over the first and over the last steps, for metrics that show a trend."""
     rows: list[SummaryRow] = []
     for name, label, form in (
         ("reward/mean", "mean reward", ".3f"),
@@ -290,7 +293,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
     ):
         _, values = series(lines, name)
         if values:
-            # At most half of the steps: the first and last steps of a short run must not be the same ones.
+            # At most half of the steps, so that first and last steps do not overlap in a short run.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
             change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
@@ -300,7 +303,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
 
 
 def _stage_row(name: str, lines: Lines) -> SummaryRow:
-    """Return the number of steps of a stage, and how its metrics changed."""
+    """Return the row with the number of steps of a stage, and the first and last values of its metrics."""
     changes: list[str] = []
     for metric, label in STAGE_METRICS:
         _, values = series(lines, f"{name}/{metric}")
@@ -311,10 +314,12 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
 
 
 def _three_digits(value: float) -> str:
+    """Return a number with three digits after the decimal point."""
     return number_text(value, ".3f")
 
 
 def _change(first: float, last: float, form: str = ".3f") -> str:
+    """Return the text "FIRST → LAST"."""
     return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
@@ -328,7 +333,7 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
     step_seconds = seconds.pop("step", [])
     step_total = sum(step_seconds)
 
-    # Shares are fractions of the time of all steps; stages do not measure it.
+    # Shares are fractions of the time of all steps, which stages do not measure.
     phases: list[PhaseTime] = []
     for name, values in seconds.items():
         if values:
@@ -350,7 +355,7 @@ def _print_tables(
     from rich.console import Console
     from rich.table import Table
 
-    # Names of sets and folders come from users: no markup or emoji of theirs may be interpreted.
+    # Names of sets and folders come from users, so markup and emoji in them must not be interpreted.
     console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=f"{folder.path.name}: result", title_justify="left")
     for heading, justify in (
@@ -380,7 +385,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, str, str, str]]:
-    """Return the cells of the table of phases."""
+    """Return the rows of the table of phases: name, total, per step, share."""
     rows: list[tuple[str, str, str, str]] = []
     for phase in phases:
         share = ""
@@ -396,10 +401,11 @@ def _phase_rows(
 def stored_samples(
     folder: RunFolder,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return at most `SAMPLES` stored samples for the page, spread over the steps, with long texts cut.
+    """Return stored samples for the page, and a line for each unreadable file.
 
-    An evaluation set has the same prompts of every step; training samples are spread over the rows of a step.
-    Also returns a line for each file that cannot be read, such as one that a crash of the machine has torn.
+    At most `SAMPLES` samples are selected, evenly over the steps; long texts are cut. For evaluation sets,
+    the samples of every step have the same prompts. Training samples are selected evenly over the rows of a
+    step. A file may be unreadable because the machine crashed during a write.
     """
     files: list[tuple[str, int, Path]] = []
     for path in folder.rollouts.glob("*.parquet"):
@@ -408,18 +414,18 @@ def stored_samples(
             files.append((kind, int(step), path))
     files.sort()
 
-    # Every stride-th file, so that the page has at most `SAMPLES`.
+    # Select every stride-th file, so that the page has at most `SAMPLES` samples.
     stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
     samples: list[dict[str, Any]] = []
     unreadable: list[str] = []
     for kind in dict.fromkeys(kind for kind, _, _ in files):
         files_of_kind = [file for file in files if file[0] == kind]
-        # Backwards, so that the last step of each kind is always included.
+        # Select backwards, so that the last step of each kind is always included.
         selected = files_of_kind[::-stride][::-1]
         for _, step, path in selected:
             try:
                 samples += _read_samples(kind, step, path)
-            except Exception as error:  # anything that pyarrow, or a row of another form, raises
+            except Exception as error:  # pyarrow and malformed rows raise errors of many types
                 unreadable.append(f"{path.name} is omitted, since it cannot be read: {first_line(error)}")
     return samples, unreadable
 
@@ -430,18 +436,21 @@ def _read_samples(
     path: Path,
     limit: int = SAMPLES_OF_A_STEP,
 ) -> list[dict[str, Any]]:
-    """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
+    """Read at most ``limit`` samples of a file, with the keys of `page.sample_browser`.
+
+    ``kind``: "step" for training samples, or "eval_NAME".
+    """
     import pyarrow.parquet
 
     require_file(path)
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    # Of an evaluation the first rows are read, so that every step shows the same prompts.
+    # For an evaluation, select the first rows, so that every step shows the same prompts.
     stride = 1
     if kind == "step":
         stride = max(1, -(-len(rows) // limit))
     samples: list[dict[str, Any]] = []
     for row in rows[::stride][:limit]:
-        # NaN is a failed reward; JSON has no NaN.
+        # A failed reward is NaN, which JSON does not have: store None.
         reward = row.get("reward")
         if reward is not None:
             reward = round(reward, 6) if math.isfinite(reward) else None
@@ -464,11 +473,11 @@ def _read_samples(
 
 
 def _turns(conversation: Any) -> list[dict[str, Any]] | None:
-    """Return the turns of a stored conversation, None for a single response."""
+    """Return the turns of a stored conversation for `page.sample_browser`, or None for a single response."""
     if conversation is None:
         return None
 
-    # A column whose values have no common Parquet type is stored as JSON.
+    # `write_rollouts` stores a column whose values have no common Parquet type as JSON.
     turns = json.loads(conversation) if isinstance(conversation, str) else conversation
     return [
         {
@@ -485,11 +494,12 @@ def _turns(conversation: Any) -> list[dict[str, Any]] | None:
 
 
 def _cut(value: Any) -> str:
-    """Return a value as text of at most `MAX_TEXT_CHARACTERS`, with the number of characters cut off."""
+    """Return a value as text, cut to `MAX_TEXT_CHARACTERS`, with the number of omitted characters."""
     text = str(value)
     surplus = len(text) - MAX_TEXT_CHARACTERS
     return text if surplus <= 0 else f"{text[:MAX_TEXT_CHARACTERS]} … ({surplus} more characters)"
 
 
 def _cut_optional(value: Any) -> str | None:
+    """Return a value as text as `_cut` does, or None for None."""
     return None if value is None else _cut(value)

@@ -160,7 +160,7 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     # From its first checkpoint on a run goes on beside the very models that it has learned beside.
     flip(tmp_path / "ended/run/stages/sft/hf/model.safetensors")
     refused = fork("megatron_rl", 1, "train", ended, "steps=2", module=True, check=False)
-    assert refused.returncode and "a model that is to be read is damaged" in refused.output
+    assert refused.returncode and "the model folder is damaged" in refused.output
     assert "sft: " in refused.output and "model.safetensors has other content" in refused.output
 
 
