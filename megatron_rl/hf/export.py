@@ -49,10 +49,10 @@ from megatron_rl.weights.boxes import (
     Coordinates,
     Region,
     boxes_of_experts,
-    regions,
+    compute_regions,
     view_of,
 )
-from megatron_rl.weights.transfer import Exchange, connect, gather_layout
+from megatron_rl.weights.transfer import Exchange, create_communicator, gather_layout
 
 FILE_BYTES = 5 * 2**30
 """Largest size of a file of the checkpoint, a usual one among published checkpoints."""
@@ -245,7 +245,7 @@ def _write(
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
     writer = _Writer(content, target)
-    connect(group)
+    create_communicator(group)
     _collect(
         steps,
         sources,
@@ -463,7 +463,7 @@ def _flows(
         destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
 
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(regions(sources, destinations)):
+    for number, region in enumerate(compute_regions(sources, destinations)):
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]

@@ -30,7 +30,7 @@ from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
-from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule
+from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule_phases
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 """Short name -> size of a layout, such as tp -> tensor."""
@@ -256,7 +256,7 @@ def summarise(
     """
     # The schedule divides the transfer into phases that fit the staging buffers.
     try:
-        transfers = schedule(plan, staging)
+        transfers = schedule_phases(plan, staging)
     except ValueError as error:
         raise UserError(
             "the staging memory is too small",

@@ -36,7 +36,7 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.types import TrainBatch
-from megatron_rl.weights.plan import schedule
+from megatron_rl.weights.plan import schedule_phases
 
 _SUPPORT_TOKENS = 16
 """Assumed number of tokens that filters of the sampling leave at each position."""
@@ -150,7 +150,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
 
     num_sent = 0
     num_received = 0
-    transfers = schedule(plan, config.hybrid_engine.staging_bytes)
+    transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
     for (sender, receiver), count in transfers.messages.items():
         if sender == rank:
             num_sent += count
