@@ -254,7 +254,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     restore_steps(optimizer, checkpoint.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 def _states(

@@ -65,7 +65,7 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
@@ -193,7 +193,7 @@ def build_roles(
 
     # Offloaded models leave the device until the first phase that needs them.
     for role in roles.models:
-        role.residency.leave()
+        role.residency.offload_all()
     return roles
 
 
@@ -337,7 +337,7 @@ def build_model_role(
     # DDP allocates gradient buffers, the optimizer its states: only for roles that learn in a step.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
-        wrap(model, section.optimizer.distributed, section.ddp)
+        wrap_in_ddp(model, section.optimizer.distributed, section.ddp)
         optimizer = Optimizer(model, section.optimizer, updates)
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)

@@ -53,7 +53,7 @@ from megatron_rl.hf.export import export
 from megatron_rl.hf.peft import note_base
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles, build_learner
@@ -328,7 +328,7 @@ def run_stage(stage: Stage, job: Job) -> None:
             # The model of a role with an optimizer has been wrapped for it already.
             if run_optimizer is None:
                 ddp = job.config.actor.ddp if plan.role == "actor" else None
-                wrap(role.model, plan.settings.optimizer.distributed, ddp)
+                wrap_in_ddp(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
 
         steps = _take_steps(stage, job)

@@ -86,7 +86,7 @@ def simulate(
                 with role.resident():
                     role.step()
             for role in roles:
-                role.residency.leave()
+                role.residency.offload_all()
         resting = simulation.phases["first step"].end
 
         _run_phases(simulation, roles, objectives, rows)
