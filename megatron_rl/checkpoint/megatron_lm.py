@@ -24,8 +24,8 @@ from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, re
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
-from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed
-from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
+from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed_checkpoint
+from megatron_rl.hf.weights import assigned_parameters, fill_parameters, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -234,7 +234,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     model = optimizer.model
     with model.scope():
         initialise_states(optimizer)
-    checkpoint = read_pointed(source)
+    checkpoint = read_pointed_checkpoint(source)
     assert checkpoint.steps is not None, "checked before"
 
     # One state at a time, on the host: a rank keeps only its data-parallel share of it.
@@ -242,7 +242,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
-        fill(values, model, open_files)
+        fill_parameters(values, model, open_files)
 
         # Megatron's optimizers call the master weights "param".
         state_name = state
@@ -283,7 +283,7 @@ def _verified_buffers(
     """Return the optimizer's flat buffers with the parameter order that agrees with the model's weights.
 
     Flat buffers have no parameter names, but their float32 master weights must equal the model's weights.
-    Each rank compares the parameters that it reads in `fill`. Raises UserError on all ranks if no order
+    Each rank compares the parameters that it reads in `fill_parameters`. Raises UserError on all ranks if no order
     agrees. Collective over the model's ranks.
     """
     # The model weights, to compare the master weights with.

@@ -58,7 +58,7 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, create_communicators
-from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
@@ -417,7 +417,7 @@ def _attach_adapters(
     """Attach adapters to a model that starts from ``path``. Collective over the model's ranks."""
     if lora is not None:
         add_adapters(model, lora, config.seed, trainable=trainable)
-        note_base(model, weights_folder(config, path))
+        record_base_checksum(model, weights_folder(config, path))
 
 
 def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimi
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.hf.megatron_source import read_pointed
+from megatron_rl.hf.megatron_source import read_pointed_checkpoint
 from megatron_rl.interop.megatron_lm.optimizer_buffers import Order, flat_parameters
 from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.megatron.adoption import adopt_model
@@ -122,7 +122,7 @@ def test_buffers_with_other_weights_than_the_model_are_refused(tmp_path):
     save_model("qwen2", tmp_path / "hf")
     saved_by_a_script(tmp_path / "iter_0000007", tmp_path / "hf", "dp_reshardable")
     path = resumed_from(tmp_path / "iter_0000007", tmp_path / "hf", tmp_path / "run")
-    checkpoint = read_pointed(path)
+    checkpoint = read_pointed_checkpoint(path)
     assert checkpoint.describe_optimizer() == "Adam resumes from 2 steps, in buffers of TP1 DP1"
     (bucket,) = checkpoint.buffers["param"].values()
     chunk = bucket.chunks[5]
