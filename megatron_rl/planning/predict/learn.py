@@ -460,7 +460,7 @@ def _stage_seconds(
             slowest = min(slowest, slowest_stage)
         return slowest, mean
 
-    # For interleaved stages assume the mean rounded up to whole layers, but no more than the mean plus half an
+    # For interleaved stages assume the mean rounded up to whole layers, but at most the mean plus half an
     # output layer.
     rounded = max(mean, ceil(mean / layer) * layer)
     return min(rounded, mean + head * 0.5), mean
