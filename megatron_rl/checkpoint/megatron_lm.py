@@ -283,8 +283,8 @@ def _verified_buffers(
     """Return the optimizer's flat buffers with the parameter order that agrees with the model's weights.
 
     Flat buffers have no parameter names, but their float32 master weights must equal the model's weights.
-    Each rank compares the parameters that it reads in `fill_parameters`. Raises UserError on all ranks if no order
-    agrees. Collective over the model's ranks.
+    Each rank compares the parameters that it reads in `fill_parameters`. Raises UserError on all ranks if no
+    order agrees. Collective over the model's ranks.
     """
     # The model weights, to compare the master weights with.
     weights = MegatronFiles(source, checkpoint)

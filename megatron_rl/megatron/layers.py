@@ -731,7 +731,7 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
     if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
-        # The query is not compressed.
+        # Without a compressed query there is no norm of it.
         attention.q_layernorm = None
     return layer
 

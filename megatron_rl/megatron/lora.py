@@ -117,7 +117,7 @@ class Adapter(nn.Module):
     def cut_expert(self, columns: bool, group: Any) -> None:
         """Set how an expert's layer is sharded over its tensor-parallel group; mark the factors for Megatron.
 
-        Tensor-parallel ranks may hold different experts: the gradient norm must count a parameter on every
+        Tensor-parallel ranks may have different experts: the gradient norm must count a parameter on every
         rank (``tensor_model_parallel``), unless the rank is not the first of its expert's group (``shared``).
         """
         self.columns = columns

@@ -59,9 +59,9 @@ def wrap_in_ddp(
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
-                # Megatron-Core 0.16.1 marks experts so only under expert parallelism. Without the mark they
-                # are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
-                # ranks that, with expert_tensor 1, each route a part of the tokens to whole experts.
+                # Megatron-Core 0.16.1 sets this mark of experts only under expert parallelism. Without it,
+                # they are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
+                # ranks that, with expert_tensor 1, each route a part of the tokens to complete experts.
                 setattr(parameter, "allreduce", False)
 
     with model.scope():

@@ -63,7 +63,7 @@ class Shortage:
 
 
 class OutOfMemory(RuntimeError):
-    """Pass that ran out of memory and cannot be repeated; ``shortage`` describes it."""
+    """Error for a pass that ran out of memory and cannot be repeated; ``shortage`` describes the pass."""
 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(f"{shortage.role} on rank {shortage.rank}: {shortage.message}")

@@ -66,7 +66,7 @@ class Region(NamedTuple):
     """
 
     name: str
-    """The tensor."""
+    """Name of the tensor."""
     start: Coordinates
     """First coordinates of the box, in elements."""
     size: Coordinates
@@ -208,7 +208,7 @@ def _boxes_by_tensor(
 
 
 def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor; of several groups with the tensor the last one decides."""
+    """Return the dtype of each tensor; if several groups have the tensor, that of the last group."""
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
         for box in group.boxes:
@@ -359,7 +359,7 @@ class BoxIndex:
             if intersect((box.start, box.size), span) != span:
                 continue
 
-            # The strides stay; only the first element moves.
+            # The region has the strides of the box, and only another first element.
             offset = box.offset
             dims = zip(region.start, box.start, box.stride, strict=True)
             for inner, outer, stride in dims:

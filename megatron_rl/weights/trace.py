@@ -30,7 +30,7 @@ class _Frame:
     """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d]."""
 
     name: str
-    """The source tensor."""
+    """Name of the source tensor."""
     start: tuple[int, ...]
     """First coordinates of the box in the source tensor."""
     size: tuple[int, ...]

@@ -253,7 +253,7 @@ class Exchange:
                 )
                 operations.append(operation)
 
-        # In one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
+        # Post all in one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
         if not operations:
             return []
         return dist.batch_isend_irecv(operations)
