@@ -251,7 +251,7 @@ class Routing:
             self._replace_losses(router, replay)
 
     def begin(self, *, trains: bool) -> None:
-        """Reset counts and pending recomputation before a pass; ``trains``: whether it has a backward pass."""
+        """Reset counts and pending recomputation before a pass, with a backward pass if ``trains``."""
         self.trains = trains
         for router in self._routers:
             router.pending_recompute.clear()

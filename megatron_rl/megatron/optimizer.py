@@ -60,8 +60,8 @@ def wrap_in_ddp(
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
                 # Megatron-Core 0.16.1 sets this mark of experts only under expert parallelism. Without it,
-                # they are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
-                # ranks that, with expert_tensor 1, each route a part of the tokens to complete experts.
+                # they are reduced as dense weights: over data-parallel ranks, but not over tensor-parallel
+                # ranks, each of which routes a part of the tokens to complete experts if expert_tensor is 1.
                 setattr(parameter, "allreduce", False)
 
     with model.scope():

@@ -83,7 +83,7 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
             Finding(
                 "error",
                 "vllm",
-                f"{vllm} is here, and a rank replaces parts of vLLM {' or '.join(series)}",
+                f"{vllm} is installed, and a rank replaces parts of vLLM {' or '.join(series)}",
                 f"use a container with vLLM {series[-1]}, or with torch {pinned['torch']} and without vLLM",
             )
         )
@@ -117,7 +117,7 @@ def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, 
     """Compare a machine's torch with the torch for which vLLM's wheel was built."""
     vllm = pinned["vllm"]
     if release(torch) != release(pinned["torch"]):
-        text = f"{torch} is here, and vLLM {vllm} is built for torch {pinned['torch']}"
+        text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
         return [Finding("error", "torch", text, _fix_of_another_torch(torch, pinned))]

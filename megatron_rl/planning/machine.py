@@ -69,11 +69,11 @@ class Finding:
     """
 
     level: str
-    """ok, note, warning or error."""
+    """Severity: "ok", "note", "warning" or "error"."""
     name: str
     """Subject, as a column of the printed table."""
     text: str
-    """Result."""
+    """Result of the check, for the reader."""
     fix: str | None = None
     """Advice, or None if there is nothing to fix."""
 

@@ -263,7 +263,7 @@ def summarise(
             where="--staging-bytes",
             expected="room for a row of the largest tensor in every stream",
             got=str(error),
-            fix="give more",
+            fix="increase --staging-bytes",
         ) from error
 
     received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]

@@ -76,7 +76,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Complete shape."""
     dtype: str
-    """Name of the dtype, as ``torch.bfloat16``."""
+    """Name of the dtype, such as ``torch.bfloat16``."""
     chunks: tuple[Chunk, ...]
     """Boxes that make up the tensor."""
 

@@ -122,15 +122,15 @@ class LayerSeconds:
     """
 
     forward: float
-    """Forward pass of the layer."""
+    """Seconds of the layer's forward pass."""
     backward: float
-    """Backward pass of the layer."""
+    """Seconds of the layer's backward pass."""
     attention: float
     """Part of ``forward`` that selective recompute repeats."""
     head_forward: float
-    """Forward pass of the output layer."""
+    """Seconds of the output layer's forward pass."""
     head_backward: float
-    """Backward pass of the output layer."""
+    """Seconds of the output layer's backward pass."""
 
 
 def gemm_rate(machine: Machine, precision: str, width: float) -> float:

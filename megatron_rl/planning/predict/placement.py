@@ -247,7 +247,7 @@ class Planner:
         self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
     def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
-        """Return the Pareto front of a role on ``gpus`` GPUs, fastest first; if ``even`` with even stages."""
+        """Return a role's Pareto front on ``gpus`` GPUs, fastest first; ``even`` excludes uneven stages."""
         problem = self.problem
         model = problem.models[role]
         trained = spec_of(role).trains

@@ -30,7 +30,7 @@ _NO_KERNEL = frozenset(
 """Operators that allocate or rename without launching a kernel."""
 _ATTENTION = "scaled_dot_product_attention"
 _INDEXING = frozenset({"index", "index_put", "index_put_"})
-"""Operators that take indices, with as many results as a boolean index selects."""
+"""Operators that take indices: with a boolean index the size of the result depends on the index's values."""
 _SELECTIONS = frozenset(
     {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "bincount"}
 )

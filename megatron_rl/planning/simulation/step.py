@@ -52,7 +52,7 @@ def simulate(
     """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
-    rollout engine is left out. A process can do this once.
+    rollout engine is left out. A process can call this only once.
     """
     # Initialise this process as a rank of the complete job, of which no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
