@@ -37,7 +37,7 @@ def use_copies_of(files: Mapping[str, bytes]) -> None:
 
 
 def read_code(specs: Iterable[str]) -> dict[str, bytes]:
-    """Return the contents of files named as ``file.py:name``, and of those that they import, by path."""
+    """Return the contents, by path, of files named as ``file.py:name`` and of the files that they import."""
     files: dict[str, bytes] = {}
     pending: list[Path] = []
     for spec in specs:

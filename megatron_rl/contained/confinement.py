@@ -248,7 +248,7 @@ def _unprivileged_owner() -> Owner | None:
 
 
 def _unused_number(file: Path) -> int | None:
-    """Return an unused number of a user or group in the mapping of ``file``, or None if there is none.
+    """Return an unused number of a user or group in the mapping of ``file``, or None if all may be in use.
 
     Each process gets a different number.
     """
@@ -621,7 +621,7 @@ def _processes_started_with(entry: bytes) -> Iterator[int]:
 
 
 def _descendants(process: int) -> Iterator[int]:
-    """Yield the descendants of a process; if it is a subreaper, also those whose parents have ended."""
+    """Yield the descendants of a process, including orphans if the process is a subreaper."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):
             for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():

@@ -37,8 +37,8 @@ class ControlGroup:
 
     def __init__(self, memory: int, tasks: int) -> None:
         name = f"{_NAME_PREFIX}{os.getpid()}_{time.monotonic_ns()}"
-        # Files of cgroup v2 and v1; only those of the group's version exist. Swap is 0, since it would add to
-        # the limit.
+        # Files of cgroup v2 and v1; only the files of the group's version exist. Swap is 0, since it would
+        # add to the limit.
         limits_by_controller = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},

@@ -196,7 +196,7 @@ def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPO
 
 
 def families_of(*, network: bool, local: bool) -> list[int]:
-    """Return the socket families to allow: of the network if ``network``, local ones if ``local``."""
+    """Return the socket families to allow: network families if ``network``, local sockets if ``local``."""
     families: list[int] = []
     if network:
         # Name resolution and libraries that list network interfaces use netlink.

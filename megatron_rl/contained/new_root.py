@@ -84,7 +84,7 @@ def change_root(
 
     ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
     since some of its files are settings of the machine. Returns the reason why /proc shows the processes of
-    the whole machine, or None if it shows only those of the namespace. Raises `Unreadable` before anything
+    the whole machine, or None if it shows only the namespace's processes. Raises `Unreadable` before anything
     has changed, and OSError if the kernel refuses a step.
     """
     folder = os.getcwd()

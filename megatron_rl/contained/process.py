@@ -354,7 +354,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def _escape(text: str, allowed: str) -> str:
-    """Escape unprintable characters except for those in ``allowed``."""
+    """Escape unprintable characters that are not in ``allowed``."""
     if text.isprintable():
         return text
     return "".join(

@@ -71,7 +71,7 @@ VARIABLES = frozenset(
         *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"),
     }
 )
-"""Allowed environment variables, in addition to those with one of `PREFIXES`."""
+"""Allowed environment variables, in addition to variables with one of `PREFIXES`."""
 PREFIXES = (
     *("LC_", "MALLOC_", "PYTHON", "TORCH_"),
     *("BLIS_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
@@ -261,7 +261,7 @@ def _editable_packages() -> Iterator[str]:
 
 
 def _existing(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the paths that are absolute and exist, without duplicates."""
+    """Return the absolute, existing paths without duplicates."""
     existing: dict[str, None] = {}
     for path in paths:
         if os.path.isabs(path) and os.path.exists(path):

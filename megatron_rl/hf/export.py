@@ -556,7 +556,7 @@ def _write_config(
     if not config.architectures:
         config.architectures = [model.family.architecture]
 
-    # Without these keys an engine would read the weights as those of another model.
+    # Without these keys an engine would interpret the weights as another model's.
     for key, value in model.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)

@@ -62,7 +62,7 @@ class CheckpointFiles:
     """Tensors of a checkpoint directory, readable a slice at a time.
 
     With ``file`` only this file of the directory is read, otherwise the model's files, which `weight_files`
-    lists. For a multimodal checkpoint the tensors are those of its language model, under the names of a
+    lists. A multimodal checkpoint is read as the tensors of its language model, under the names of a
     text-only checkpoint (see `shapes.multimodal`). Quantised weights are read as float32, and their scales
     are not listed (see `shapes.quantized`).
 
@@ -424,7 +424,7 @@ def shard_files(
     if len(groups) == 1:
         return {SINGLE: groups[0]}
 
-    # File names are those of transformers' save_pretrained.
+    # Use the same file names as transformers' save_pretrained.
     files: dict[str, list[str]] = {}
     for index, names in enumerate(groups, 1):
         file = f"model-{index:05d}-of-{len(groups):05d}.safetensors"
@@ -467,7 +467,7 @@ def copy_tensors(
 ) -> int:
     """Copy tensors of a checkpoint directory into one file and return their size in bytes.
 
-    Tensors keep their stored dtypes, except for quantised ones, which are written in ``dtype``.
+    Tensors keep their stored dtypes, except for quantised tensors, which are written in ``dtype``.
     """
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}

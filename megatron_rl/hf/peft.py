@@ -23,7 +23,7 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model: those of the PEFT folder ``config.path``, or new ones if it is None."""
+    """Attach adapters to a model, and load them from the PEFT folder ``config.path`` if it is set."""
     initial = None
     if config.path is not None:
         initial = CheckpointFiles(config.path, PEFT_WEIGHTS)

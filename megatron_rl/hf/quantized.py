@@ -24,7 +24,7 @@ def dequantize(
     """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
     ``values`` is the box that begins at ``start`` in the weight, which need not be the start of a block.
-    ``scales`` are those of the complete weight, one for each block of size ``block``; they may lack the last
+    ``scales`` has one entry for each block of size ``block`` in the complete weight, and may lack the last
     dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
     trailing = (1,) * (values.dim() - scales.dim())

@@ -109,7 +109,7 @@ class PackedDeltaNet(GatedDeltaNet):
         ``mixed`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
         [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
-        # The convolution pads both ends; its first ``length`` outputs are the causal ones.
+        # The convolution pads both ends; only its first ``length`` outputs are causal.
         length = mixed.shape[1]
         convolved = self.conv1d(mixed.transpose(1, 2))[..., :length]
         mixed = functional.silu(convolved).transpose(1, 2)
@@ -259,7 +259,7 @@ def _normalise(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Let Megatron's constructor run without flash-linear-attention (0.16.1 and 0.19.2 would raise)."""
+    """Prevent Megatron's constructor from raising without flash-linear-attention (0.16.1 and 0.19.2)."""
     # Look up the constructor's module: 0.19 has a package in place of the module of 0.16.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
     available: bool = vars(module)["HAVE_FLA"]
@@ -278,7 +278,7 @@ def place_delta_nets(
 ) -> None:
     """Replace attention by gated delta nets in the specs of the model's linear-attention layers, in place.
 
-    ``layers`` are the specs of consecutive layers, of which the first is layer ``first`` of the model.
+    ``layers`` are the specs of consecutive layers, starting at layer ``first`` of the model.
     ``fused``: whether the layers are Transformer Engine's.
     """
     in_proj: Any = ColumnParallelLinear

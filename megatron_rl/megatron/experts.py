@@ -216,8 +216,8 @@ class Routing:
     """Routers of one model on this rank: records, replays and counts the experts selected for tokens.
 
     Fused routers select experts inside their kernel: only their loads are counted. ``layers``, ``experts``
-    and ``topk`` are those of the whole model. ``token_groups`` are the process groups over which the tokens
-    of a row are sharded.
+    and ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a
+    row are sharded.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Routing:
     ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
 
-        Loads count the experts that process the tokens: the replayed ones where routing is replayed.
+        Loads count the experts that process the tokens: the replayed experts where routing is replayed.
         """
         experts = experts[: tokens.real]
         routed = experts

@@ -625,7 +625,7 @@ def transformer_engine_attention() -> type:
 
 @contextmanager
 def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
-    """Let Megatron build its plain output layer inside the block even with ``gradient_accumulation_fusion``.
+    """Allow Megatron's plain output layer inside the block even with ``gradient_accumulation_fusion``.
 
     This has no effect unless the layers are Transformer Engine's (``fused``).
 
@@ -648,7 +648,7 @@ def block_spec(
     pp_rank: int,
     core_attention: str | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's plain ones.
+    """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's plain layers.
 
     Plain layers get the norm and the attention of this module. Transformer Engine's layers get
     `PackedAttention` if ``core_attention`` is "torch" or if attention has sinks.

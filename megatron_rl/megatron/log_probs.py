@@ -316,7 +316,7 @@ def softmax_statistics(
         span = slice(begin, begin + tile_tokens)
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
-            # No variable refers to the logits, so they are freed before those of the next tile are allocated.
+            # No variable refers to the logits, so they are freed before the next tile's are allocated.
             tile_stats = reductions.statistics(
                 _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                 targets[span] - tile_shard.start,

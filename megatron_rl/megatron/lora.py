@@ -274,9 +274,9 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has values by their PEFT names; adapters without values in it start as new ones. A new adapter
-    adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only on
-    ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
+    ``initial`` has values by their PEFT names; adapters without values in it are initialised as new. A new
+    adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
+    on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
     """
     model.adapters = adapted(
         pretrained(model.hf_config),

@@ -208,7 +208,7 @@ class ParallelModel:
 
     @property
     def token_multiple(self) -> int:
-        """Return the number to a multiple of which the tokens of every micro-batch are padded.
+        """Return the number that must divide the padded number of tokens of every micro-batch.
 
         Context and sequence parallelism divide the tokens into equal shards. Matrix products in 8 or 4 bits
         need a multiple of 16 or 32 tokens in each shard.

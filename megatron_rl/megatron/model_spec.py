@@ -108,8 +108,8 @@ class ModelSpec:
     hf_config: Any
     """The model's transformers config."""
     inverse_frequencies: Tensor
-    """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different ones,
-    both, as `both_frequencies` returns them."""
+    """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
+    frequencies, the result of `both_frequencies`, [rotary_dim]."""
     local_rotary_factor: float
     """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 
@@ -123,7 +123,7 @@ class ModelSpec:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups in modules that would use global ones; biases of experts; and
+        scaling; the role's own process groups in modules that would use global groups; biases of experts; and
         norms, rotary angles and score caps that Megatron's layers do not have.
         """
         shape = self.model.shape
@@ -231,8 +231,8 @@ def model_spec(
 def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has separate frequencies, the result is [head_dim], with the local ones first, and the
-    factor is that of full attention.
+    If local attention has separate frequencies, the result is [head_dim], with the local frequencies first,
+    and the factor of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:

@@ -170,7 +170,7 @@ class Optimizer:
 
     @property
     def parts(self) -> list[Any]:
-        """Return Megatron's optimizers that this one consists of, without empty ones."""
+        """Return the Megatron optimizers inside this one, except for empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
@@ -320,7 +320,7 @@ def set_states(
     """
     current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):
-        # Copy the values: Megatron would store the tensors themselves, which may be slices of larger ones.
+        # Copy the values: Megatron would store the tensors themselves, which may be slices of larger tensors.
         for name, value in states.items():
             current[name].copy_(value)
         return

@@ -280,7 +280,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     """Return the largest tensors on the device as text: name or shape, dtype and bytes.
 
-    Only tensors that Python can reach are included, not those that autograd saved for the backward pass.
+    Only tensors that Python can reach are included; autograd's saved tensors are not.
     """
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
     target = device.device().type

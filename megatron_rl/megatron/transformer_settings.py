@@ -146,7 +146,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
 
     if shape.dense_layers:
         # Set only if layers differ: with a list Megatron writes separate checkpoint keys for each layer
-        # instead of stacked ones.
+        # instead of stacked keys.
         settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
     if shape.shared_width:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_width

@@ -43,7 +43,7 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
-    The formats of ``roles`` and of the result are those of the module's input and output.
+    ``roles`` and the result have the formats of the module's input and output.
     """
     complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
     transformer_config, latent_config, optimizer_config, ddp_config = _config_classes(complete)

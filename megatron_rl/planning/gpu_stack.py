@@ -64,7 +64,7 @@ def _build_vllm(version: str) -> str:
 def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that is to be installed next to them.
 
-    ``versions`` are the versions of the machine's distributions, ``pinned`` those of a lock file (see
+    ``versions`` are the versions of the machine's distributions, ``pinned`` the versions in a lock file (see
     `pinned_versions`). A finding with level error stops the installation; a warning names a package to test
     or to build afterwards. Nothing is imported or installed.
     """

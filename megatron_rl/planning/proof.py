@@ -438,7 +438,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
             fix="name another folder",
         )
 
-    # The jobs of two ranks include those that a proof on one rank leaves out.
+    # The jobs of two ranks include the job that a proof on one rank leaves out.
     task_names = {task.name for task in list_tasks(folder, 2)}
     for name in task_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -560,7 +560,7 @@ def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
 
 
 def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
-    """Compare the steps on all ranks with those on one rank; return an error beyond ``tolerance``.
+    """Compare the steps on all ranks with the steps on one rank; return an error beyond ``tolerance``.
 
     Otherwise the result is ``finding`` with the largest relative difference added to its text.
     """
@@ -613,7 +613,7 @@ def measured_constants(
     """Return an override of the planner's constants with the measured rates, empty for an unknown device.
 
     The planner multiplies a link's nominal rate by its efficiency, so the override is the measured rate
-    divided by that efficiency. Rates are those of the slowest rank. ``pairs`` are bytes per second by kind.
+    divided by that efficiency. The slowest rank determines each rate. ``pairs`` are bytes/s by kind.
     """
     # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
     name_parts = devices[0].name.lower().split()

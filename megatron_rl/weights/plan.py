@@ -105,7 +105,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions that a rank receives, by sender; those of sender ``rank`` are copied locally."""
+        """Return the regions that a rank receives, by sender; it copies regions of sender ``rank`` itself."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)
@@ -114,7 +114,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
-        """Return an index of the boxes that a rank needs if ``destination``, else of those that it holds."""
+        """Return an index of a rank's destination boxes if ``destination``, else of its source boxes."""
         groups = self.sources
         if destination:
             groups = self.destinations

@@ -154,7 +154,7 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
-    """Return a feature of the model for which Megatron-LM has no argument, or None if there is none."""
+    """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
     if shape.post_norms:
@@ -421,7 +421,7 @@ def _refusal(
 def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Derive a config.json from arguments, and verify that `arguments_of` returns the same arguments for it.
 
-    Arguments and errors are those of `config_of`.
+    It has the parameters of `config_of`, and raises the same errors.
     """
     config = config_of(arguments, setting, vocabulary)
     model = describe(config, "the derived config.json")

@@ -102,7 +102,7 @@ class Bucket(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Tensors in a checkpoint's files: those of the model and those of its optimizer."""
+    """Tensors of a model and of its optimizer in a checkpoint's files."""
 
     tensors: Mapping[str, StoredTensor]
     """The model's tensors by name."""

@@ -1,4 +1,4 @@
-"""Prediction of a step of a checked configuration: seconds by phase, or the reason why there is none."""
+"""Prediction of a step of a checked configuration: seconds by phase, or the reason why it is impossible."""
 
 from __future__ import annotations
 

@@ -309,10 +309,10 @@ def steady_seconds(
 ) -> float:
     """Return seconds in which one replica completes ``rows`` responses in the open order.
 
-    ``rows`` sequences and the extra ones of `StepBatch.oversample` are always in flight, so that the replica
-    never waits for the longest response. There is one weight update in this time, after which the keys and
-    values of all running sequences are recomputed. The result is infinite if the cache has no room for one
-    sequence.
+    ``rows`` sequences and the extra sequences of `StepBatch.oversample` are always in flight, so that the
+    replica never waits for the longest response. There is one weight update in this time, after which the
+    keys and values of all running sequences are recomputed. The result is infinite if the cache has no room
+    for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     prompt = batch.prompt

@@ -2,8 +2,7 @@
 
 A placement is a set of groups of roles, each on separate GPUs. Within a group roles take turns, and
 generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
-and algorithm 1). `compose_step` combines the times of a placement in the same way as those of a
-configuration.
+and algorithm 1). `compose_step` combines the times of a placement and of a configuration in the same way.
 
 `Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
 """
@@ -70,7 +69,7 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
         [[_ACTOR], [_CRITIC], [_REFERENCE], [_REWARD]],
     ],
 }
-"""Groups of roles that share GPUs, by algorithm; for PPO those of HybridFlow's figure 12 and others."""
+"""Groups of roles that share GPUs, by algorithm; for PPO the groups of HybridFlow's figure 12 and others."""
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
 """Limits on the states of an idle role, as multiples of its smallest states; the last one is no limit."""
@@ -91,7 +90,7 @@ SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int]
 class Problem:
     """Models, batch and machines for which a placement is searched.
 
-    The fields from ``roles_swap`` to ``shared_stage_split`` describe the trainer. Their defaults are those of
+    The fields from ``roles_swap`` to ``shared_stage_split`` describe the trainer. Their defaults describe
     this package; published measurements of other systems are predicted with the values of these systems.
 
     Example: ``Problem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
@@ -411,7 +410,7 @@ class Planner:
             else:
                 frozen_bytes += plan.memory.states
 
-        # If roles swap, all states are moved, including those of frozen models.
+        # If roles swap, all states are moved, including frozen models.
         if problem.roles_swap:
             frozen_bytes = 0.0
             swap = group.swap + 2.0 * state_bytes / machine.host_rate

@@ -40,7 +40,7 @@ _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 class Paths:
     """Paths that a plan does not determine.
 
-    Without data or a reward, the configuration has those of grade-school mathematics as placeholders.
+    Without data or a reward, the configuration contains grade-school mathematics as a placeholder.
 
     Example: ``Paths("models/Qwen3-8B", data="data/train.jsonl", reward="my_rewards:score")``.
     """
@@ -99,7 +99,7 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role these ranks, or None if there is none."""
+    """Return the placement preset that gives every role these ranks, or None if no preset does."""
     if all(ranks == (0, world) for ranks in ranges.values()):
         return "colocate"
 
