@@ -82,7 +82,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     assert not missing & {"torch", "transformer-engine", "apex", "nvidia-cudnn-cu13"}
     other = container(tmp_path / "other", torch="2.9.0", apex="0.1")
     done = before_install(other, tmp_path / "missing.txt")
-    assert done.returncode == 1 and "torch: 2.9.0 is here" in done.stdout and "fix:" in done.stdout
+    assert done.returncode == 1 and "torch: 2.9.0 is installed" in done.stdout and "fix:" in done.stdout
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
