@@ -25,8 +25,8 @@ from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, re
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
-from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed
-from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
+from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed_checkpoint
+from megatron_rl.hf.weights import assigned_parameters, fill_parameters, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -240,7 +240,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     model = optimizer.model
     with model.scope():
         initialise_states(optimizer)
-    checkpoint = read_pointed(source)
+    checkpoint = read_pointed_checkpoint(source)
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
     # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
@@ -248,7 +248,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
-        fill(values, model, open_files)
+        fill_parameters(values, model, open_files)
 
         # Megatron's optimizers call the master weights "param".
         state_name = state
@@ -260,7 +260,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     restore_steps(optimizer, checkpoint.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 def _states(

@@ -257,7 +257,7 @@ def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> Non
     restore_steps(optimizer, index.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 def _copy_box(

@@ -544,7 +544,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
     for sub_optimizer in optimizer.parts:
         _separate_steps(sub_optimizer.optimizer)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 @contextmanager

@@ -214,14 +214,14 @@ class EnvironmentPool:
         self._waiting = [episode for episode in self._waiting if episode.number != number]
         for host in self._hosts:
             if host.episodes.pop(number, None) is not None:
-                host.process.ask((protocol.CANCEL, number))
+                host.process.send_request((protocol.CANCEL, number))
                 host.closing[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
         """Send a request to an episode's process; its environment is running from now on."""
         for host in self._hosts:
             if number in host.episodes:
-                host.process.ask((kind, number, *values))
+                host.process.send_request((kind, number, *values))
                 host.episodes[number].busy_since = time.monotonic()
 
     def poll(self, seconds: float) -> list[Event]:
@@ -276,7 +276,7 @@ class EnvironmentPool:
 
             self._waiting.remove(episode)
             host.episodes[episode.number] = episode
-            host.process.ask((protocol.START, episode.number, episode.values))
+            host.process.send_request((protocol.START, episode.number, episode.values))
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
@@ -313,7 +313,7 @@ class EnvironmentPool:
                 host.episodes[event.number].busy_since = None
             else:
                 # An episode's thread in the process ends only when the episode is cancelled.
-                host.process.ask((protocol.CANCEL, event.number))
+                host.process.send_request((protocol.CANCEL, event.number))
                 del host.episodes[event.number]
             events.append(event)
 
@@ -331,7 +331,7 @@ class EnvironmentPool:
                 self._lose(host, events, TIMEOUT)
         elif self._late(host):
             host.pinged = now
-            host.process.ask((protocol.PING, -1))
+            host.process.send_request((protocol.PING, -1))
         elif any(now >= deadline for deadline in host.closing.values()):
             self._replace(host, events)
 

@@ -36,7 +36,7 @@ from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.execute import VERIFY, Execution, storage_key
 from megatron_rl.weights.plan import ReshardPlan, build_plan
-from megatron_rl.weights.transfer import connect, gather_layout
+from megatron_rl.weights.transfer import create_communicator, gather_layout
 
 
 class WeightSource(NamedTuple):
@@ -129,7 +129,7 @@ class WeightTransfer:
         self._reject_engine_without_boxes(target_boxes)
 
         # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
-        connect(self._group)
+        create_communicator(self._group)
         sources = gather_layout(source_boxes, _dtypes(source), self._group)
         destinations = gather_layout(target_boxes, _dtypes(target), self._group)
 

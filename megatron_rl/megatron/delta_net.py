@@ -32,7 +32,7 @@ from megatron_rl.megatron.layers import RmsNorm
 from megatron_rl.megatron.packing import PackedRows
 
 CHUNK = 64
-"""Tokens of a chunk: within a chunk the rule is computed by matrix products, over chunks by a loop."""
+"""Tokens per chunk: within a chunk the rule is computed by matrix products, across chunks by a loop."""
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys before its root, as in the models' published code."""
 
@@ -85,13 +85,14 @@ class PackedDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
-        # This rank's heads: the queries, keys and values, the gate of the output, two numbers per value head.
+        # For this rank's heads: queries, keys and values; the gate of the output; and the projections of
+        # learning rate and decay, one each per value head.
         value_heads = self.num_value_heads // self.tp_size
         mixed_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
         mixed, gate, rates = projected.split((mixed_width, gate_width, 2 * value_heads), dim=-1)
 
-        # Rows of similar length together; the gate is per token and needs no rows.
+        # Compute rows of similar length together. The gate acts on each token alone, so it is not gathered.
         outputs = []
         for mixed_bucket, rates_bucket in zip(packed.fill(mixed), packed.fill(rates), strict=True):
             outputs.append(self._bucket(mixed_bucket, rates_bucket).flatten(0, 1))
@@ -108,7 +109,7 @@ class PackedDeltaNet(GatedDeltaNet):
         ``mixed`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
         [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
-        # A causal convolution over tokens: its padding makes the output longer than the row.
+        # The convolution pads both ends; only its first ``length`` outputs are causal.
         length = mixed.shape[1]
         convolved = self.conv1d(mixed.transpose(1, 2))[..., :length]
         mixed = functional.silu(convolved).transpose(1, 2)
@@ -258,8 +259,8 @@ def _normalise(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Run Megatron's constructor without its kernels, for which it raises (seen in 0.16.1 and 0.19.2)."""
-    # The constructor's module: 0.19 has a package in place of the module of 0.16.
+    """Prevent Megatron's constructor from raising without flash-linear-attention (0.16.1 and 0.19.2)."""
+    # Look up the constructor's module: 0.19 has a package in place of the module of 0.16.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
     available: bool = vars(module)["HAVE_FLA"]
     setattr(module, "HAVE_FLA", True)
@@ -275,17 +276,17 @@ def place_delta_nets(
     first: int,
     fused: bool,
 ) -> None:
-    """Replace attention by gated delta nets, in the model's linear-attention layers among ``layers``.
+    """Replace attention by gated delta nets in the specs of the model's linear-attention layers, in place.
 
-    ``layers`` are the specs of consecutive layers, after the model's ``first`` ones. ``fused`` if they are
-    Transformer Engine's.
+    ``layers`` are the specs of consecutive layers, starting at layer ``first`` of the model.
+    ``fused``: whether the layers are Transformer Engine's.
     """
     in_proj: Any = ColumnParallelLinear
     out_proj: Any = RowParallelLinear
     if fused:
         from megatron.core.extensions import transformer_engine
 
-        # The norm before a layer's attention is a part of its projection.
+        # In Transformer Engine's layers the norm before attention is a part of its first projection.
         in_proj = transformer_engine.TELayerNormColumnParallelLinear
         out_proj = transformer_engine.TERowParallelLinear
     submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj)

@@ -1,11 +1,12 @@
-"""Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
+"""Log-probs and entropy directly from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch never exist at once: a tile of them is projected, reduced to four numbers per
-token and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
+The logits of a micro-batch are never all in memory: one tile at a time is computed, reduced to four numbers
+per token and freed, and computed again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
 accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
-Logits are float32 in every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to
-0.06 at 20, and the probabilities of a pass that rounds and one that does not would not sum to 1.
+Logits are float32 in every pass, also for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
+by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
+normaliser of the other would not sum to 1.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron_rl.shapes.memory import TILE_TOKENS
 _MASKED = -1e30
 """Logit of padding and of tokens outside the support: finite, so that probability * logit is 0, not NaN."""
 _SELF_TEST_TOKENS = 150
-"""Positions of the problem on which `kernel_errors` compares the kernels with float64."""
+"""Number of positions in the problem on which `kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
-"""Tokens of that problem's vocabulary; 10 more rows of the weight are padding."""
+"""Vocabulary size of that problem; 10 more rows of the weight are padding."""
 
 
 class VocabularyShard(NamedTuple):
-    """Rows of the output projection that a rank holds.
+    """Shard of the vocabulary: the rows of the output projection on one rank.
 
     Example: 32,000 tokens padded to 32,128 on two ranks: ``VocabularyShard(16064, 32000, group)`` on the
     second.
@@ -46,7 +47,7 @@ class VocabularyShard(NamedTuple):
     size: int
     """Number of tokens in the vocabulary; rows of the weight from this id on are padding."""
     group: Any
-    """Tensor-parallel group over whose ranks the vocabulary is cut."""
+    """Tensor-parallel group that shards the vocabulary."""
     cap: float | None = None
     """Bound of the logits before the temperature: cap * tanh(logit / cap) (Gemma Team 2024, arXiv
     2408.00118)."""
@@ -64,7 +65,8 @@ class Support(NamedTuple):
     tokens: Tensor
     """[sum of sizes] token ids, position after position."""
     offsets: numpy.ndarray
-    """[n + 1] index in ``tokens`` of each position's first token, on the host: slicing reads no device."""
+    """[n + 1] index in ``tokens`` of each position's first token; on the host, to slice without reading the
+    device."""
 
     def mask(
         self,
@@ -72,14 +74,17 @@ class Support(NamedTuple):
         columns: int,
         start: int,
     ) -> Tensor:
-        """Mask the ids from ``start`` on outside the support, [positions of ``span``, columns] bool."""
+        """Return a mask [positions of ``span``, columns] bool that is True outside the support.
+
+        ``start`` is the token id of the first column.
+        """
         sizes = self.sizes[span]
         first = int(self.offsets[:-1][span][0])
         last = int(self.offsets[1:][span][-1])
         tokens = self.tokens[first:last].long() - start
 
-        # An output size and a further column for tokens of other shards, because the number of tokens that
-        # a boolean index selects would be read from the device.
+        # Pass the output size, and collect tokens of other shards in an extra column: otherwise, as with a
+        # boolean index, the number of selected tokens would be read from the device.
         positions = torch.repeat_interleave(
             torch.arange(len(sizes), device=sizes.device), sizes, output_size=last - first
         )
@@ -114,7 +119,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         support: Support | None,
         rules: Sequence[RowRules] | None,
     ) -> tuple[Tensor, Tensor]:
-        stats = statistics(
+        stats = softmax_statistics(
             hidden,
             weight,
             targets,
@@ -146,7 +151,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             rules=ctx.rules,
         )
 
-        # Each rank has the gradient through its own rows of the output projection alone.
+        # Each rank has computed only the gradient through its own rows of the output projection.
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
 
@@ -227,7 +232,7 @@ def _gradients(
             _add_product(hidden_sum[span], slope, tile_weight)
             if tile_sum is not None:
                 _add_product(tile_sum, slope.t(), hidden[span])
-            del slope  # before the next tile's logits are made
+            del slope  # free its memory before the next tile's logits are allocated
 
         if tile_gradient is not None and tile_sum is not None and tile_sum is not tile_gradient:
             tile_gradient.copy_(tile_sum)
@@ -244,7 +249,7 @@ def _row_tiles(
 ) -> Iterator[tuple[VocabularyShard, slice]]:
     """Yield (shard, rows of the weight) for consecutive tiles of ``size`` of the weight's ``count`` rows.
 
-    Each tile is described as a smaller shard, so that the code of a shard serves for a tile.
+    Each tile is described as a smaller shard, so that the code for shards can be used for tiles.
     """
     for first_row in range(0, count, size):
         yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + size)
@@ -256,12 +261,12 @@ def _tile(
     chunk: int,
     frozen: bool,
 ) -> tuple[int, int]:
-    """Return the tokens and the rows of the weight of one tile, of about ``chunk`` * V / tp logits.
+    """Return the numbers of tokens and of weight rows per tile, for about ``chunk`` * V / tp logits per tile.
 
     In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
     rows. Square tiles move the fewest bytes, and need no sum of the size of the whole weight.
     """
-    # Gradients in float32 need no other sum, and a frozen weight has none: take complete rows of logits.
+    # Gradients in float32 need no separate sums, and a frozen weight has no gradient: tiles have all rows.
     if frozen or hidden.dtype.itemsize >= 4:
         return chunk, len(weight)
 
@@ -270,7 +275,7 @@ def _tile(
 
 
 def _float32_sum(gradient: Tensor) -> Tensor:
-    """Return a zero tensor to sum a gradient in: ``gradient`` itself, unless in half precision."""
+    """Return a zero tensor for a gradient's sum: float32 for half precision, else ``gradient`` itself."""
     if gradient.dtype.itemsize >= 4:
         return gradient
     return torch.zeros_like(gradient, dtype=torch.float32)
@@ -288,7 +293,7 @@ def _add_product(
         total.add_(_product(first, second))
 
 
-def statistics(
+def softmax_statistics(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -299,9 +304,9 @@ def statistics(
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
-    """Compute the softmax statistics [4, n] of this shard; `tile_statistics` lists the four.
+    """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
-    As many logits exist at a time as ``chunk`` tokens have.
+    At most as many logits exist at a time as ``chunk`` tokens have.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
     tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen=False)
@@ -311,7 +316,7 @@ def statistics(
         span = slice(begin, begin + tile_tokens)
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
-            # The logits have no name, so that a tile's are freed before the next one's are allocated.
+            # No variable refers to the logits, so they are freed before the next tile's are allocated.
             tile_stats = reductions.statistics(
                 _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                 targets[span] - tile_shard.start,
@@ -326,9 +331,9 @@ class Reductions(NamedTuple):
     """Reductions of a tile of logits: `TORCH`, or the kernels of `log_probs_triton`."""
 
     statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Forward pass, see `tile_statistics`."""
+    """Function for the forward pass, see `tile_statistics`."""
     slope: Callable[..., Tensor]
-    """Backward pass, see `tile_slope`."""
+    """Function for the backward pass, see `tile_slope`."""
 
 
 def tile_statistics(
@@ -336,18 +341,19 @@ def tile_statistics(
     targets: Tensor,
     temperature: Tensor,
 ) -> Tensor:
-    """Reduce logits [n, rows] to [4, n], and overwrite them; allocates one more tensor of their size.
+    """Reduce logits [n, rows] of a tile to four softmax statistics per token, [4, n].
 
     The four are the largest logit ("peak"), the sum of exp(logit - peak), the sum of
-    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if it is in no column).
-    ``targets`` are columns, and ``temperature`` divides the logits first.
+    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if the target is not in the
+    tile). ``targets`` [n] are columns of the tile; ``temperature`` [n] divides the logits first. Overwrites
+    the logits and allocates one more tensor of their size.
     """
     logits.div_(temperature[:, None])
     peak = logits.amax(dim=-1)
     column, in_tile = _tile_columns(targets, logits.shape[1])
     target = logits.gather(1, column[:, None])[:, 0].masked_fill(~in_tile, _MASKED)
 
-    # In place: `shifted` reuses the memory of the logits, the weighted terms reuse that of the exponents.
+    # To save memory, `shifted` overwrites the logits and the weighted terms overwrite the exponents.
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -393,7 +399,7 @@ def tile_slope(
 
 
 def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each target's column clamped to a tile's ``columns``, and whether it is one of them."""
+    """Return each target's column, clamped to the tile, and whether the target is in the tile."""
     in_tile = (targets >= 0) & (targets < columns)
     return targets.clamp(0, columns - 1), in_tile
 
@@ -414,7 +420,7 @@ def triton_reductions() -> Reductions:
 def fitting_reductions(dtype: torch.dtype) -> Reductions:
     """Return the Triton kernels if they run and are correct on this machine, otherwise `TORCH`.
 
-    ``dtype`` is the model's. The kernels have no float64.
+    ``dtype`` is the model's; the kernels do not support float64.
     """
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -427,7 +433,7 @@ def fitting_reductions(dtype: torch.dtype) -> Reductions:
 def kernels_work(dtype: torch.dtype) -> bool:
     """Test both passes with the Triton kernels on this machine; warn and return False if they are wrong.
 
-    Tested once per process and dtype on a small problem, before training relies on it.
+    The test runs once per process and dtype, on a small problem.
     """
     try:
         value_error, gradient_errors = kernel_errors(dtype)
@@ -453,8 +459,8 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     Returns the largest difference of normaliser, log-prob and entropy, and the relative error of the weight's
     gradient by probability of the token: certain (p > 0.99), rare (p < 0.01) and other ones.
     """
-    # The 690 real rows of 700 fill no whole block of the kernels. States lean towards their target's row by
-    # growing factors, so that probabilities range from rare to certain.
+    # 690 of 700 rows are tokens, so the last block of the kernels is not full. Hidden states contain their
+    # target's row with growing factors, so that probabilities range from rare to certain.
     reductions = reductions or triton_reductions()
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, _SELF_TEST_ROWS, (_SELF_TEST_TOKENS,), generator=generator)
@@ -469,7 +475,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     labels = (targets.to(target_device), temperature.to(target_device))
     states = hidden.to(target_device, dtype)
     rows = weight.to(target_device, dtype)
-    results = _combine(statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
+    results = _combine(softmax_statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
     log_normaliser, _, entropy = results
 
     # The same from dense logits of the rounded inputs, in float64 on the host.
@@ -483,7 +489,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
         for actual, reference in zip(results, expected, strict=True)
     )
 
-    # One class at a time: the tiny gradients of certain tokens would vanish in a common norm.
+    # Compare one class at a time: the tiny gradients of certain tokens would vanish in a common norm.
     probability = log_probs.detach().exp()
     classes = {"certain": probability > 0.99, "rare": probability < 0.01}
     classes["other"] = ~(classes["certain"] | classes["rare"])
@@ -538,8 +544,8 @@ def _logits_and_slope(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the logits as `_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
 
-    The slope covers rules and cap together; None stands for 1, and is returned without rules:
-    the reductions then compute the slope of the cap from the logits themselves.
+    The slope covers rules and cap together; None stands for 1. Without rules it is always None, because the
+    reductions then compute the slope of the cap from the logits themselves.
     """
     logits = _product(hidden, weight.t())
     if shard.cap is not None:
@@ -630,8 +636,8 @@ def vocab_parallel_log_probs(
     precise = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
         # An empty result that depends on both inputs keeps the graph connected, so that the pipeline's
-        # backward pass runs on empty micro-batches too. Other context-parallel ranks' results are added to
-        # it: the dtype must be theirs.
+        # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
+        # ranks, so it must have their dtype.
         zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
         return zero, zero
 

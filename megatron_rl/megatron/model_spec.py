@@ -53,10 +53,11 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    A multimodal checkpoint has the config of its language model; a ``model_type`` without a class in
-    transformers has its family's. Models are built, and written, in the dtype that their weights are read as.
-    ``of_engine`` returns that of the model that engines build (`engine_config`). Raises UserError if
-    transformers rejects the config.
+    For a multimodal checkpoint this is the config of its language model; for a ``model_type`` without a class
+    in transformers it is a config of the family's class. Quantisation is left out because models are built,
+    and exported, in the dtype to which their weights are dequantised on loading. With ``of_engine`` it is the
+    config of the model that engines build (`engine_config`). Raises UserError if transformers rejects the
+    config.
     """
     values = read_json(Path(path) / "config.json")
 
@@ -95,7 +96,7 @@ def with_scalar_head(hf_config: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Arguments of GPTModel, apart from the layer spec and the pipeline stage."""
+    """Arguments of GPTModel, except for the layer spec and the pipeline stage."""
 
     transformer_config: TransformerConfig
     set_fields: frozenset[str]
@@ -103,13 +104,14 @@ class ModelSpec:
     gpt_kwargs: Mapping[str, Any]
     """Further keyword arguments of GPTModel."""
     model: PretrainedModel
-    """The model by the table of families."""
+    """Description of the model from the table of model families."""
     hf_config: Any
     """The model's transformers config."""
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32, of RoPE; for two kinds of attention as `both_frequencies` returns them."""
+    """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
+    frequencies, the result of `both_frequencies`, [rotary_dim]."""
     local_rotary_factor: float
-    """Factor of cos and sin in layers with a sliding window, where these have rotary angles of their own."""
+    """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 
     @property
     def shares_heads(self) -> bool:
@@ -121,8 +123,8 @@ class ModelSpec:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups, where it would use global ones; biases of experts; and norms,
-        angles and bounds that Megatron's layers do not have.
+        scaling; the role's own process groups in modules that would use global groups; biases of experts; and
+        norms, rotary angles and score caps that Megatron's layers do not have.
         """
         shape = self.model.shape
         if shape.expert_bias:
@@ -148,7 +150,7 @@ class ModelSpec:
         cap = self.model.config.get("attn_logit_softcapping")
         if cap is not None:
             cap_scores(chunk, cap)
-        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
+        # Gemma 3 has different frequencies for local and full attention, Gemma 2 the same for both.
         if "full_attention" in self.hf_config.rope_parameters:
             prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
 
@@ -164,7 +166,7 @@ def model_spec(
     overrides: Mapping[str, Any] | None = None,
     fused: bool = False,
 ) -> ModelSpec:
-    """Translate a transformers config for a layout.
+    """Translate a transformers config and a layout to the arguments of GPTModel.
 
     ``overrides`` are TransformerConfig fields that replace the derived ones. With ``fused`` the layers are
     Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
@@ -200,7 +202,7 @@ def model_spec(
                 got=str(error),
             ) from error
 
-    frequencies, magnitude = rotation(hf_config)
+    frequencies, magnitude = rotary_frequencies(hf_config)
     if magnitude != 1.0:
         set_rotary_factor(transformer_config, magnitude)
     local_magnitude = magnitude
@@ -226,11 +228,11 @@ def model_spec(
     )
 
 
-def rotation(hf_config: Any) -> tuple[Tensor, float]:
+def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim], and the
-    factor of full attention.
+    If local attention has separate frequencies, the result is [head_dim], with the local frequencies first,
+    and the factor of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
@@ -254,7 +256,7 @@ def _frequencies(
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
-    # transformers computes the scaled kinds, for a kind of attention if the config has several.
+    # transformers computes scaled frequencies, for one type of layer if the config distinguishes them.
     layer = {}
     if layer_type is not None:
         layer = {"layer_type": layer_type}
@@ -262,7 +264,7 @@ def _frequencies(
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's TransformerConfig fields; raise UserError for an unknown or a derived field."""
+    """Return the user's TransformerConfig fields; raise UserError for an unknown field or a derived one."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED_FIELDS:

@@ -1,7 +1,7 @@
 """Norms that Megatron's layer specs do not have: after attention and MLP, and over all heads of attention.
 
-A norm over all heads needs one number per token from every tensor-parallel rank, the sum of squares of its
-heads. Everything else about it is local.
+A norm over all heads needs one number per token from every tensor-parallel rank: the sum of squares of the
+rank's heads. All other computation is local.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AllHeadsNorm(nn.Module):
         heads = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         squares = heads.square().sum(dim=(-2, -1), keepdim=True)
         if self.group.size() > 1:
-            # Summed over ranks in the backward pass too: the outputs of each rank depend on the sum.
+            # Sum over ranks in the backward pass too: the outputs of each rank depend on the sum.
             squares = mappings.reduce_from_tensor_model_parallel_region(squares, self.group)
             squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group) / self.copies
 
@@ -80,8 +80,9 @@ def prepare_whole_norms(chunk: Any) -> None:
 def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
     """Add a norm after each output projection of a GPTModel chunk of Megatron's plain layers.
 
-    It is the projection's ``post_layernorm``. Without ``pre_norms`` the norms before attention and MLP are
-    removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
+    The norm becomes the attribute ``post_layernorm`` of the projection. Without ``pre_norms`` the norms
+    before attention and MLP are removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656,
+    section 3.1.
     """
     config = chunk.config
     for layer in chunk.decoder.layers:

@@ -1,7 +1,7 @@
 """Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward.
 
-Every rank of a model builds the same list of micro-batches from the same batch, so stages know each other's
-activation shapes without a message, and the schedules of all stages agree.
+Every rank of a model builds the same list of micro-batches from the same batch. Each stage can therefore
+compute the shapes of the activations that it receives, and the schedules of all stages agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.megatron.log_probs import Support, support_of
 from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.megatron.packing import PackedRows, partition
+from megatron_rl.megatron.packing import PackedRows, partition_rows
 from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
@@ -51,13 +51,13 @@ class TokenScores:
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
     rows, 0 where a token is not selected."""
     experts: Tensor | None = None
-    """[n, layers, k] int16 on the host: the experts that each token was routed to, where they were
+    """[n, layers, k] int16 on the host: the experts that each token was routed to, or None if they were not
     recorded."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that pass through the pipeline together, as this context-parallel rank needs them."""
+    """Rows that pass through the pipeline together, in the form that this context-parallel rank needs."""
 
     rows: tuple[int, ...]
     """Ids of the rows."""
@@ -66,7 +66,7 @@ class MicroBatch:
     packing: Any
     """Row boundaries, in the form that the model's attention takes."""
     index: Tensor
-    """[n] positions in ``inputs`` whose hidden states give the outputs of the selected tokens."""
+    """[n] positions in ``inputs`` of the hidden states that produce the outputs of the selected tokens."""
     selected: Tensor
     """[n] positions of the selected tokens among all ``tokens`` of the micro-batch."""
     targets: Tensor
@@ -74,15 +74,15 @@ class MicroBatch:
     temperature: Tensor
     """[n] sampling temperature of the selected tokens."""
     support: Support | None
-    """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
+    """Tokens that each selected token's distribution ranges over, or None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
-    """Rules that changed the logits before sampling; None if there are none."""
+    """Rules that changed the logits before sampling, or None if there are none."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
-    """Expert routing of this rank's tokens, for a model whose routing is recorded or replayed."""
+    """Expert routing of this rank's tokens, or None if routing is neither recorded nor replayed."""
     batch: Any
-    """Rows of the batch that the loss reads, where the loss is computed; None elsewhere."""
+    """Rows of the batch for the loss, or None on ranks that do not compute the loss."""
 
 
 def build_microbatches(
@@ -98,9 +98,10 @@ def build_microbatches(
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
-    tokens with outputs: with ``before`` from the hidden state of the preceding token, which predicts it,
-    otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
-    such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
+    tokens whose outputs are computed: with ``before`` from the hidden state of the preceding token, which
+    predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
+    two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
+    stage contain the rows of the batch.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -118,7 +119,7 @@ def build_microbatches(
 
     # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
     unit_lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
-    shares = partition(
+    shares = partition_rows(
         unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
     )
     micros = []
@@ -141,7 +142,7 @@ def build_microbatches(
 
 
 def _upload(micros: list[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with their tensors on the device, all copied at once."""
+    """Return the micro-batches with their tensors on the device, copied together in one upload."""
     tensors: dict[int, Tensor] = {}
 
     def collect(tensor: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def _pack(
     layout = model.groups.layout
     shift = int(before)
 
-    # Tokens of the rows, one row after another, and which of them are selected.
+    # Tokens of the rows, one row after another, and the mask of the selected tokens.
     row_index = torch.tensor(rows, dtype=torch.long)
     lengths = batch.lengths[row_index]
     positions = token_index(batch.lengths, row_index)
@@ -195,7 +196,8 @@ def _pack(
     selected = mask.nonzero()[:, 0]
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
 
-    # Pad to the layout's multiple; a micro-batch without rows is all padding: the pipeline needs it, too.
+    # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
+    # runs equally many micro-batches.
     multiple = model.token_multiple
     padding = -len(tokens) % multiple
     if not rows:
@@ -214,7 +216,7 @@ def _pack(
 
     loss_batch = None
     if has_loss and model.groups.is_last_stage:
-        # Only routers need the experts, and only the head the supports: spare their copies.
+        # The loss reads neither experts nor supports, so they are not copied.
         loss_batch = replace(batch, experts=None, support_sizes=None, support=None).rows(rows)
 
     return MicroBatch(
@@ -240,7 +242,7 @@ def _routed(
     positions: Tensor,
     padding: int,
 ) -> RoutedTokens | None:
-    """Return the expert routing of this rank's tokens of a micro-batch, None for a model without a `Routing`.
+    """Return the routing of this rank's tokens of a micro-batch, or None for a model without a `Routing`.
 
     ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
@@ -254,7 +256,7 @@ def _routed(
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
         index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         token_rows = TokenRows(
-            # Padding is at the end, in a row of its own.
+            # Padding is at the end, and counts as a separate row.
             torch.nn.functional.pad(index, (0, padding), value=len(rows))[local],
             torch.nn.functional.pad(lengths, (0, 1), value=1),
             len(batch.lengths),
@@ -271,7 +273,7 @@ def _routed(
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``; None if sampling had no filters."""
+    """Return the supports of the tokens at ``positions``, or None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
@@ -285,7 +287,7 @@ def _rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens; None if sampling changed no logits."""
+    """Return the rules of the selected tokens, or None if sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
@@ -323,7 +325,7 @@ def forward_only(
     if not record:
         return scores
 
-    # Collective, so every stage takes part; only the last stage has scores to add the experts to.
+    # Collective, so every stage takes part, but only the last stage has scores.
     recorded = _recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
 
@@ -470,8 +472,8 @@ def _run(
 ) -> list[Any]:
     """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
 
-    ``loss_function(micro-batch, *outputs)`` returns (loss, result). ``guard`` learns where the micro-batches
-    begin and end. Collective over the model's ranks.
+    ``loss_function(micro-batch, *outputs)`` returns (loss, result). The ``guard`` is notified when the
+    micro-batches begin and end. Collective over the model's ranks.
     """
     layout = model.groups.layout
     config = model.transformer_config
@@ -523,12 +525,12 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=model.groups.megatron,
         )
-        # A training pass ends before its reduction, see `_finalize_gradients`.
+        # A training pass has ended already, before its gradients were reduced: see `_finalize_gradients`.
         if guard is not None and forward_only:
             guard.end()
         if model.adapters is not None and not forward_only:
-            # After the data-parallel reduction of the schedule's end: sums commute, and this one is over the
-            # experts' tensor ranks, which Megatron does not reduce over.
+            # This sum over the experts' tensor-parallel ranks is missing in Megatron. It may follow the
+            # data-parallel reduction at the end of the schedule, because the order of sums does not matter.
             sum_partial_gradients(model.chunks)
 
     if model.uses_transformer_engine:
@@ -537,11 +539,11 @@ def _run(
 
 
 class PipelineExchange(P2PCommunicator):
-    """Point-to-point exchange between stages that know each micro-batch's length in advance.
+    """Point-to-point exchange between stages, with the length of each micro-batch given in advance.
 
-    All stages pack the same micro-batches, so a receiver knows the shape of the next tensor. Megatron's class
-    sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the lengths of
-    the micro-batches on one rank, ``chunks`` the number of virtual stages of a rank.
+    All stages pack the same micro-batches, so a receiver can compute the shape of the next tensor. Megatron's
+    class sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the
+    numbers of tokens of the micro-batches on one rank, ``chunks`` is the number of virtual stages of a rank.
     """
 
     def __init__(
@@ -556,9 +558,10 @@ class PipelineExchange(P2PCommunicator):
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
 
-        # The neighbours' order of (micro-batch, chunk), without the tensors that nobody sends: the outputs of
-        # the last stage's last chunk, which the first stage would receive, and the gradients of the first
-        # stage's first chunk. The backward pass numbers chunks from the last, so the test is the same.
+        # The order of (micro-batch, chunk) in which the neighbours send, without tensors that no stage sends:
+        # the outputs of the last stage's last chunk, which the first stage would receive, and the gradients
+        # of the first stage's first chunk. The backward pass numbers chunks from the last one, so that both
+        # are the chunk with the highest number.
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
         self._forward_tokens: list[int] = []
         self._backward_tokens: list[int] = []
@@ -595,7 +598,7 @@ def _finalize_gradients(
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
 
-    All micro-batches have ended: with a guard, all ranks agree first that none of them has failed.
+    It is called after the last micro-batch. With a guard all ranks first check that none of them has failed.
     """
     if guard is not None:
         guard.end()
@@ -621,7 +624,7 @@ def _forward_step(
     iterator: Iterator[MicroBatch],
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run one chunk on the next micro-batch; the second result computes the loss on the last stage."""
+    """Run one chunk on the next micro-batch; return its output and, for the last stage, the loss function."""
     micro = next(iterator)
     count_progress("micro-batches")
 
@@ -637,7 +640,7 @@ def _forward_step(
             chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support, micro.rules
         )
 
-        # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.
+        # Outputs of all tokens: zero for unselected tokens, and for tokens of other context-parallel ranks.
         first = selected_outputs[0]
         zeros = torch.zeros(micro.tokens, dtype=first.dtype, device=first.device)
         outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]

@@ -1,7 +1,7 @@
 """Fields of Megatron's TransformerConfig for a pretrained model, a layout and a role.
 
-This module imports torch and, at its start, nothing of Megatron: `megatron.trial`, which has little time,
-imports it too.
+This module must not import Megatron at the top level: `megatron.trial`, which must start quickly, imports
+this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def transformer_settings(
 ) -> dict[str, Any]:
     """Return the TransformerConfig fields of a pretrained model on a layout.
 
-    With ``fused`` its layers are Transformer Engine's.
+    ``fused``: whether the layers are Transformer Engine's.
     """
     shape = model.shape
     config = model.config
@@ -48,7 +48,7 @@ def transformer_settings(
     # Gemma's configs call the activation hidden_activation.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
 
-    # Latent attention has a key and value per query head once they are expanded.
+    # In latent attention the expanded keys and values have as many heads as the queries.
     query_groups = shape.kv_heads
     if shape.mla:
         query_groups = shape.heads
@@ -92,8 +92,8 @@ def transformer_settings(
 def _quick_gelu(hidden: Tensor) -> Tensor:
     """Compute GELU's approximation by a sigmoid (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
 
-    Megatron's function is the same, compiled once more for other numbers of tokens: for a minute each on a
-    host, and with other rounding.
+    Megatron's function computes the same, but torch compiles it again for each number of tokens, which takes
+    a minute on a host, and the compiled code rounds differently.
     """
     return hidden * torch.sigmoid(1.702 * hidden)
 
@@ -128,7 +128,7 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of experts, an empty mapping for a dense model.
+    """Return the fields of experts, or an empty mapping for a dense model.
 
     Balancing losses are off unless the user sets them.
     """
@@ -145,8 +145,8 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
     if shape.dense_layers:
-        # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of stacking
-        # them.
+        # Set only if layers differ: with a list Megatron writes separate checkpoint keys for each layer
+        # instead of stacked keys.
         settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
     if shape.shared_width:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_width
@@ -196,7 +196,7 @@ def role_settings(
     settings |= overrides or {}
     backend = settings.get("attention_backend")
     if isinstance(backend, str):
-        # Megatron compares with members of its enum, which no string equals.
+        # Megatron compares the value with members of its enum, which never equal a string.
         from megatron.core.transformer.enums import AttnBackend
 
         settings["attention_backend"] = AttnBackend[backend]
@@ -204,8 +204,8 @@ def role_settings(
     if layout.pipeline > 1:
         # Packed micro-batches differ in length.
         settings["variable_seq_lengths"] = True
-        # A stage releases an activation once it is sent. Interleaved schedules release it before they have
-        # waited for the send, which then reads memory that other tensors overwrite.
+        # A stage releases an activation after it was sent. Interleaved schedules would release it before the
+        # send is complete, which would then read memory that other tensors overwrite.
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")

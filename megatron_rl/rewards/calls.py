@@ -162,7 +162,7 @@ class Worker:
             if call.alone:
                 break
         if requests:
-            self.process.ask(requests)
+            self.process.send_request(requests)
 
     @property
     def deadline(self) -> float:

@@ -59,14 +59,14 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, create_communicators
-from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
@@ -197,7 +197,7 @@ def build_roles(
 
     # Move the models of roles with ``offload`` to host memory until the first phase that needs them.
     for role in roles.models:
-        role.residency.leave()
+        role.residency.offload_all()
     return roles
 
 
@@ -352,7 +352,7 @@ def build_model_role(
     # DDP allocates gradient buffers and the optimizer its states, so only for roles that steps update.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
-        wrap(model, section.optimizer.distributed, section.ddp)
+        wrap_in_ddp(model, section.optimizer.distributed, section.ddp)
         optimizer = Optimizer(model, section.optimizer, updates)
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)
@@ -438,7 +438,7 @@ def _attach_adapters(
     """
     if lora is not None:
         add_adapters(model, lora, config.seed, trainable=trainable)
-        note_base(model, weights_folder(config, path))
+        record_base_checksum(model, weights_folder(config, path))
 
 
 def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:

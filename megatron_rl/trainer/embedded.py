@@ -71,7 +71,7 @@ class EmbeddedTrainer:
 
         # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
-        adopted_optimizer = Optimizer.adopted(parallel_model, optimizer, scheduler, increment)
+        adopted_optimizer = Optimizer.from_script(parallel_model, optimizer, scheduler, increment)
         actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
         self.roles = build_roles(
             self.config,

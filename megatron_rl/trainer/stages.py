@@ -51,10 +51,10 @@ from megatron_rl.distributed.exchange import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export
-from megatron_rl.hf.peft import note_base
+from megatron_rl.hf.peft import record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles, build_learner
@@ -258,7 +258,7 @@ def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> N
             if role.model is not None:
                 load_weights(role.model, str(plan.model))
                 if role.model.adapters is not None:
-                    note_base(role.model, str(plan.model))
+                    record_base_checksum(role.model, str(plan.model))
             # Update the optimizer's float32 copies of the weights.
             if role.optimizer is not None:
                 role.optimizer.reload_parameters()
@@ -334,7 +334,7 @@ def run_stage(stage: Stage, job: Job) -> None:
             # A role with an optimizer has already been wrapped in DDP.
             if run_optimizer is None:
                 ddp = job.config.actor.ddp if plan.role == "actor" else None
-                wrap(role.model, plan.settings.optimizer.distributed, ddp)
+                wrap_in_ddp(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
 
         steps = _run_steps(stage, job)
@@ -362,7 +362,7 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
     export(model, stage.plan.model, job.config.model.path)
     if model.adapters is not None:
         merge_adapters(model, job.config.seed)
-        note_base(model, stage.plan.model)
+        record_base_checksum(model, stage.plan.model)
         if stage.role.optimizer is not None:
             stage.role.optimizer.reload_parameters()
 

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM
-from megatron_rl.planning.machine import TRIED
+from megatron_rl.planning.machine import TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -118,7 +118,7 @@ def test_gpu_constraints_pin_every_package_once_at_the_versions_that_are_tried(l
     assert len(versions) == len(lines)
     # Megatron-Core is another one on each version of Python, and torch with each series of vLLM.
     python, series = re.findall(r"-(py\d+)-vllm([\d.]+)$", lock.stem)[0]
-    wanted = TRIED | {"megatron-core": {"py311": "0.16.1", "py312": "0.19.2"}[python]}
+    wanted = TESTED_VERSIONS | {"megatron-core": {"py311": "0.16.1", "py312": "0.19.2"}[python]}
     wanted |= {"torch": TORCH_OF_VLLM[series], "vllm": f"{series}.0"}
     assert versions.items() >= wanted.items()
 

@@ -226,9 +226,11 @@ def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
 def test_length_distribution_has_its_mean(mean: float, longest: float) -> None:
     lengths = response_lengths(mean, longest, "variable")
     steps = 40_000
-    integral = sum(lengths.alive((i + 0.5) * longest / steps) for i in range(steps)) * longest / steps
+    integral = (
+        sum(lengths.fraction_longer((i + 0.5) * longest / steps) for i in range(steps)) * longest / steps
+    )
     assert integral == pytest.approx(mean, rel=1e-3)
-    assert lengths.alive(longest) == 0.0
+    assert lengths.fraction_longer(longest) == 0.0
     assert attended_context(100.0, lengths) > (100.0 + mean) / 2
 
 

@@ -1,7 +1,7 @@
 """Simulate a step of training on one rank of a job, at its real size, without machines.
 
-The idea: the trainer's own code builds the roles and runs their phases, on tensors without storage, in a
-world that this process simulates alone; `Simulation` counts.
+The idea: the trainer's own code builds the roles and runs their phases on tensors without storage, in a world
+of which only this process exists. `Simulation` counts bytes, kernels and messages.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.types import TrainBatch
-from megatron_rl.weights.plan import schedule
+from megatron_rl.weights.plan import schedule_phases
 
 _SUPPORT_TOKENS = 16
-"""Assumed number of tokens that filters of the sampling leave at each position."""
+"""Assumed number of tokens at each position that remain after the filters of sampling."""
 
 
 def simulate(
@@ -52,9 +52,9 @@ def simulate(
     """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
-    rollout engine is left out. A process can do this once.
+    rollout engine is left out. A process can call this only once.
     """
-    # Initialise as a rank of the complete job, of which only this process exists.
+    # Initialise this process as a rank of the complete job, of which no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     device.simulate()
     device.initialize()
@@ -68,7 +68,7 @@ def simulate(
             scorers = build_scorers(config, algorithm, actor)
             reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
-        # Traffic is counted by the kind of group; the process groups exist from here on.
+        # Name the process groups, which now exist: traffic is counted by the kind of group.
         roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
@@ -86,12 +86,12 @@ def simulate(
                 with role.resident():
                     role.step()
             for role in roles:
-                role.residency.leave()
+                role.residency.offload_all()
         resting = simulation.phases["first step"].end
 
         _run_phases(simulation, roles, objectives, rows)
 
-    # The first group is the world's.
+    # The first group is that of the world.
     job, *groups = memberships()
     group_sizes = [("the job", len(job))]
     group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
@@ -130,7 +130,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     rollout_ranks = config.rollout.ranks
     assert rollout_ranks is not None
 
-    # Adapters that are synchronised by themselves are all that is sent.
+    # If adapters are synchronised separately from the base, only they are sent.
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
@@ -150,7 +150,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
 
     num_sent = 0
     num_received = 0
-    transfers = schedule(plan, config.hybrid_engine.staging_bytes)
+    transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
     for (sender, receiver), count in transfers.messages.items():
         if sender == rank:
             num_sent += count
@@ -183,14 +183,14 @@ def _full_rows(
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
-    # The longest rows that fit into a micro-batch.
+    # Fill a micro-batch with rows of equal length, as long as possible.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)
     length = budget // rows_per_microbatch
 
     microbatches = 0
     for layout in layouts:
-        # An interleaved schedule has up to two per stage in flight.
+        # An interleaved schedule has up to two micro-batches per stage in flight.
         in_flight = layout.pipeline + 1
         if layout.virtual_pipeline > 1:
             in_flight = 2 * layout.pipeline
@@ -199,7 +199,7 @@ def _full_rows(
     num_rows = microbatches * rows_per_microbatch
     num_tokens = num_rows * length
 
-    # Prompt and response have the same ratio as their limits.
+    # The lengths of prompt and response have the same ratio as their limits.
     prompt_length = length * config.data.max_prompt_tokens // batch.longest_row
     row_mask = torch.arange(length) >= prompt_length
 
@@ -208,7 +208,7 @@ def _full_rows(
     tokens = torch.ones(1, dtype=torch.long).expand(num_tokens)
     rows = torch.ones(num_rows, dtype=torch.long)
 
-    # With a truncated distribution every position has the ids of the tokens that remain.
+    # If sampling truncates distributions, every position has the ids of the remaining tokens.
     support_sizes = None
     support = None
     if config.rollout.truncates:
@@ -266,7 +266,7 @@ def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> 
 
 
 def _group_kinds(groups: ParallelGroups) -> dict[str, object]:
-    """Return the process groups of a role by the names under which they are counted."""
+    """Return the process groups of a role by the names under which their traffic is counted."""
     return {
         "tensor": groups.tensor,
         "context": groups.context,

@@ -20,7 +20,7 @@ from megatron_rl.hf.peft import add_adapters
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.lora import adapter_boxes, adapter_parameters, policy_weights
 from megatron_rl.megatron.model import ParallelModel, build_model
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.metrics import Metrics, merge
@@ -87,7 +87,7 @@ def build(
 def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **changes: Any) -> Optimizer:
     """Wrap the model for training and return its optimizer, with ``changes`` of `OPTIMIZER`."""
     config = replace(OPTIMIZER, **changes)
-    wrap(model, config.distributed, ddp)
+    wrap_in_ddp(model, config.distributed, ddp)
     return Optimizer(model, config, steps=20)
 
 
