@@ -34,7 +34,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -651,7 +650,7 @@ def _rollout(
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
     rows = episodes_in_flight(config, batch)
-    bytes_per_row = int(state_bytes_per_row(shape, layout.tensor, size))
+    bytes_per_row = int(shape.state_bytes_per_row(layout.tensor, size))
     cache = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if bytes_per_row:

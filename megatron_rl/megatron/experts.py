@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,14 +54,14 @@ def prepare_experts() -> None:
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
 
 
-def prepare_biased_experts(chunk: Any) -> None:
-    """Make the experts of a GPTModel chunk add their biases, in plain layers of any layout.
+def prepare_biased_experts(layers: Iterable[Any]) -> None:
+    """Make the experts of some layers add their biases, in plain layers of any layout.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
     collective over one rank. It also marks the bias as one whose gradient is summed over tensor-parallel
     ranks, though the sum over copies of the expert contains that.
     """
-    for module in chunk.modules():
+    for module in chain.from_iterable(layer.modules() for layer in layers):
         if not isinstance(module, SequentialMLP):
             continue
         for expert in module.local_experts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.errors import UserError
@@ -141,10 +141,8 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
-    scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of their width."""
-    scaled_queries: bool = False
-    """Queries are multiplied by a factor of their position, by ``llama_4_scaling_beta``."""
+    features: Sequence[str] = ()
+    """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     interleaved_experts: bool = False
@@ -453,13 +451,39 @@ def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
     return ConfigReader(config, reader.file, reader.errors)
 
 
-def sparse_attention(reader: ConfigReader) -> Fields:
-    """Read the longest row on which sparse attention with an indexer is dense.
+def with_sparse_attention(
+    dense: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
+) -> Family:
+    """Return the family of a dense one's layers with sparse attention, on rows that attend to all keys.
 
-    The indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens.
+    An indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens. The
+    model computes there what the dense family does, and the indexer is copied and not trained.
+    ``dense_layers`` is the default of `count_dense_layers`, ``defaults`` are more of `Family.defaults`, and
+    ``names`` are the fields of `Family` with the names of the new family.
     """
-    positions = reader.size("max_position_embeddings", LARGEST)
-    return {"max_positions": min(positions, reader.size("index_topk"))}
+
+    def structure(reader: ConfigReader) -> Fields:
+        positions = reader.size("max_position_embeddings", LARGEST)
+        longest_dense_row = min(positions, reader.size("index_topk"))
+        return {
+            **dense.structure(dense_layers_first(reader, dense_layers)),
+            "max_positions": longest_dense_row,
+        }
+
+    def engine_keys(config: Mapping[str, Any]) -> Fields:
+        dense_count = {"first_k_dense_replace": count_dense_layers(config, dense_layers)}
+        return {**dense.engine_keys(config), **dense_count}
+
+    return replace(
+        dense,
+        structure=structure,
+        defaults={**dense.defaults, "index_topk": 2048, **defaults},
+        engine_keys=engine_keys,
+        copied=(".self_attn.indexer.",),
+        engine_family="deepseek_v3",
+        further_model_types=(),
+        **names,  # pyright: ignore[reportArgumentType]
+    )
 
 
 def biased_router() -> Fields:

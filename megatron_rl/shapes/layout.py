@@ -562,7 +562,7 @@ def trainer_problems(
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
     if not errors:
         errors = _width_problems(shape, layout)
-    errors += _delta_net_problems(shape, layout)
+    errors += _mixer_problems(shape, layout)
 
     # Pipeline parallelism distributes whole layers.
     try:
@@ -610,15 +610,17 @@ def trainer_problems(
     return errors
 
 
-def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of training gated delta nets, and attention with a gate on its output."""
+def _mixer_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors of training mixers that need complete rows, and attention with a gated output."""
     errors = []
-    if shape.linear_layers and layout.context > 1:
+    for mixer, count in shape.mixers.items():
+        if mixer.divides_rows or layout.context == 1:
+            continue
         errors.append(
             UserError(
-                "context parallelism is not supported for gated delta nets",
+                f"context parallelism is not supported for {mixer.noun}",
                 where=f"{layout.path}.context",
-                expected=f"1: {shape.name} has {len(shape.linear_layers)} gated delta nets",
+                expected=f"1: {shape.name} has {count} {mixer.noun}",
                 got=str(layout.context),
                 fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
             )
@@ -711,9 +713,10 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
             )
         ]
 
-    if shape.linear_layers and shape.linear_k_heads % tensor:
-        noun = "key heads of gated delta nets"
-        return [_indivisible(shape.linear_k_heads, noun, tensor, tensor_key, tensor_fix)]
+    for mixer in shape.mixers:
+        for noun, heads in mixer.further_heads(shape).items():
+            if heads % tensor:
+                return [_indivisible(heads, noun, tensor, tensor_key, tensor_fix)]
 
     # With fewer key-value heads than ranks, equally many ranks must share each head.
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
@@ -722,20 +725,11 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
 
 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return an error for each MLP width that its tensor-parallel size does not divide."""
+    """Return an error for each width of a feed-forward that its tensor-parallel size does not divide."""
     # A width of 0 is divisible by every size.
-    dense_width = 0
-    if shape.moe_layers < shape.layers:
-        dense_width = shape.mlp_width
-    expert_width = 0
-    if shape.experts:
-        expert_width = shape.expert_width
-
-    widths = [
-        ("MLP width", dense_width, "tensor"),
-        ("shared experts' width", shape.shared_width, "tensor"),
-        ("experts' width", expert_width, "expert_tensor"),
-    ]
+    widths: list[tuple[str, int, str]] = []
+    for feed_forward in shape.feed_forwards:
+        widths += feed_forward.tensor_widths(shape)
 
     return [
         _indivisible(
@@ -759,5 +753,6 @@ def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserEr
 
 def _best_tensor(shape: ModelShape, tensor: int) -> int:
     """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
-    common = math.gcd(shape.heads, shape.kv_heads, shape.mlp_width, shape.linear_k_heads)
+    further_heads = [heads for mixer in shape.mixers for heads in mixer.further_heads(shape).values()]
+    common = math.gcd(shape.heads, shape.kv_heads, shape.mlp_width, *further_heads)
     return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

@@ -213,8 +213,10 @@ def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
 
 def _refusal(shape: ModelShape, target: str) -> str | None:
     """Return the reason why a layer of this model cannot have an adapter; None if it can."""
-    if target == "linear_qkv" and shape.mla:
-        return "latent attention has no such layer: it projects through latents"
+    for mixer in shape.mixers:
+        reason = mixer.adapter_refusal(target)
+        if reason is not None:
+            return reason
     return None
 
 

@@ -32,5 +32,5 @@ FAMILY = Family(
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    scaled_embedding=True,
+    features=("scaled_embedding", "capped_scores"),
 )
