@@ -109,7 +109,7 @@ Fields = dict[str, Any]
 
 
 def no_fields(source: Any) -> Fields:
-    """Return no fields: the default of a family without structure or settings of its own."""
+    """Return no fields: the default of a family without special structure, settings or keys."""
     return {}
 
 
@@ -146,15 +146,15 @@ class Family:
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     interleaved_experts: bool = False
-    """A checkpoint has a layer's experts in one tensor, transposed, with gate and up in turn (see
-    `shapes.fused_experts`)."""
+    """A checkpoint has a layer's experts in one tensor, transposed, in which rows of gate and up alternate
+    (see `shapes.fused_experts`)."""
     copied: Sequence[str] = ()
-    """Parts of the names of tensors that are not trained: exports have those of the starting model."""
+    """Parts of the names of tensors that are not trained; exports copy them from the starting model."""
     engine_family: str = ""
     """``model_type`` of the family that engines build instead, which computes the same on the rows of a run;
     empty for this family."""
     further_model_types: Sequence[str] = ()
-    """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
+    """More values of ``model_type`` in checkpoints with the same layers, without a class in transformers."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -319,7 +319,7 @@ def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tu
 
 
 def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """Return the dense layers of Qwen's mixtures: every step-th layer has experts, but for listed ones."""
+    """Return the dense layers of Qwen's mixtures: every step-th layer has experts, except the listed ones."""
     step = reader.get("decoder_sparse_step", 1)
     mlp_only = reader.get("mlp_only_layers", [])
     return tuple(
@@ -370,7 +370,6 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
         return {}
 
     # Keys have as many heads as queries; several value heads share one of them.
-
     key_heads = reader.size("linear_num_key_heads")
     value_heads = reader.size("linear_num_value_heads")
     value_dim = reader.size("linear_value_head_dim")
@@ -541,7 +540,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
-    # Megatron's latent attention has rotary angles of its own, with or without YaRN.
+    # Megatron's latent attention computes rotary angles separately, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0

@@ -56,13 +56,13 @@ class Source:
     engine: EngineCut = "whole"
     """How vLLM shards the tensor."""
     float32: bool = False
-    """The values stay float32, whatever the model's dtype is."""
+    """The values are float32 in a model of any dtype."""
     first: int = 0
     """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
     runs: int = 1
-    """Equal runs of rows that the source consists of, where a tensor interleaves sources by head."""
+    """Number of equal runs of rows that make up the source, in a tensor that interleaves sources by head."""
     pitch: int = 0
-    """Rows from the beginning of one run to that of the next."""
+    """Rows from the start of one run to the start of the next."""
 
     @property
     def elements(self) -> int:
@@ -113,7 +113,7 @@ class Weight:
     sources: tuple[Source, ...]
     """Checkpoint tensors, concatenated along the rows."""
     fused: str = ""
-    """Name where Transformer Engine fuses modules; empty for the same name as ``name``."""
+    """Name in layers in which Transformer Engine fuses modules; empty if it is ``name``."""
     expert: bool = False
     """The parameter exists once per routed expert."""
 

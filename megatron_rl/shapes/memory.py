@@ -30,7 +30,7 @@ NETWORK_PEERS_BYTES = 128 * 2**20
 These peers share a pool for each direction: 32 channels of 16 steps of 128 KiB (NCCL, src/transport/net.cc).
 """
 LOGITS_ELEMENTS = 2**25
-"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
+"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, for a vocabulary of any size."""
 TILE_TOKENS = 4096
 """Largest number of tokens whose logits the backward pass of a half-precision model has at once."""
 
@@ -149,10 +149,10 @@ def _live_elements(block: Block, layer: LocalLayer) -> float:
 
 
 def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations a stage holds at once, in stages' worth of layers.
+    """Return the number of micro-batches whose activations a pipeline stage stores at once.
 
-    1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) + (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et
-    al. 2021, section 2.2).
+    A fraction stands for some of the stage's layers. 1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) +
+    (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
     """
     stages = layout.pipeline
     virtual = layout.virtual_pipeline
@@ -252,7 +252,7 @@ def forward_bytes(
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of logits: two float32 copies of one chunk, since they are computed chunk by chunk."""
+    """Return the bytes of logits, which are computed chunk by chunk: two float32 copies of one chunk."""
     if shape.scalar_head:
         return 0.0
     shard = shape.padded_vocab(layout.tensor) // layout.tensor
@@ -306,7 +306,7 @@ class TrainingMemory:
     activations: float
     logits: float
     overhead: float = 0.0
-    """Anything else, as `RUNTIME_BYTES`."""
+    """Memory outside of tensors: CUDA, NCCL's buffers and fragmentation, such as `RUNTIME_BYTES`."""
 
     @property
     def states(self) -> float:

@@ -1,7 +1,7 @@
 """The sizes of a model, and the quantities that follow from them: parameters, FLOPs and KV cache.
 
-All counts are sums over the blocks of the layers and over their parameters, so that no quantity has a formula
-of its own to drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv
+All counts are sums over the blocks of the layers and over their parameters, so that no separate formula can
+drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv
 2104.04473).
 """
 
@@ -71,7 +71,7 @@ class ModelShape:
     mlp_bias: bool = False
     """The matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised, per head or over all heads."""
+    """Queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
     """The norms of queries and keys are over all heads together."""
     learned_positions: int = 0
@@ -103,7 +103,7 @@ class ModelShape:
     v_head_dim: int = 0
     """Size of a latent head's value."""
     sinks: bool = False
-    """Each query head has a learnt logit in the softmax, whose weight no value gets (attention sinks)."""
+    """Attention sinks: each query head has a learned logit in the softmax that belongs to no key."""
     output_gate: bool = False
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
@@ -113,9 +113,9 @@ class ModelShape:
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0
-    """Key heads of a delta net times their size."""
+    """Width of a delta net's keys: key heads times the size of one."""
     linear_v: int = 0
-    """Value heads of a delta net times their size."""
+    """Width of a delta net's values: value heads times the size of one."""
     linear_v_heads: int = 0
     """Value heads of a delta net."""
     linear_v_head_dim: int = 0
@@ -331,7 +331,7 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> int:
-        """Count the parameters of all key-value heads, which an engine replicates over surplus ranks."""
+        """Count the parameters of all key-value heads, which an engine of more ranks replicates."""
         return self._count_elements(False, "heads")
 
     @cached_property
