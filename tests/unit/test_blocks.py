@@ -239,7 +239,7 @@ def layer(shape: ModelShape) -> LocalLayer:
 
 
 def test_a_new_mixer_is_refused_where_it_cannot_be_divided(decay_shape: ModelShape) -> None:
-    def errors(**sizes: int) -> str:
+    def errors(**sizes: Any) -> str:
         layout = ParallelLayout(tuple(range(4)), **sizes)
         return "".join(map(str, trainer_problems(decay_shape, layout)))
 

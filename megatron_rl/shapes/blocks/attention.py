@@ -19,7 +19,7 @@ class Attention(Mixer):
 
     name: ClassVar[str] = "attention"
     noun: ClassVar[str] = "layers of attention"
-    layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention", "attention")
+    layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield projections, biases, sinks, and norms of queries and keys."""

@@ -72,6 +72,8 @@ class Mixer(ABC):
     """Plural noun for errors."""
     layer_types: ClassVar[tuple[str, ...]] = ()
     """Values of ``layer_types`` in config.json that mean this mixer."""
+    size_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that a model with such layer types must have."""
     first_projection: ClassVar[str] = "linear_qkv"
     """Megatron's projection into which Transformer Engine fuses the norm before the mixer."""
     config_class: ClassVar[str] = "TransformerConfig"

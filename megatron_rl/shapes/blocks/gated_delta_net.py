@@ -30,6 +30,7 @@ class GatedDeltaNet(Mixer):
     name: ClassVar[str] = "gated_delta_net"
     noun: ClassVar[str] = "gated delta nets"
     layer_types: ClassVar[tuple[str, ...]] = ("linear_attention",)
+    size_keys: ClassVar[tuple[str, ...]] = ("linear_num_value_heads",)
     first_projection: ClassVar[str] = "in_proj"
     divides_rows: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
