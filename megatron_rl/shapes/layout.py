@@ -562,7 +562,8 @@ def trainer_problems(
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
     if not errors:
         errors = _width_problems(shape, layout)
-    errors += _mixer_problems(shape, layout)
+    for block in (*shape.mixers, *shape.feed_forwards):
+        errors += block.problems(shape, layout, settings or {})
 
     # Pipeline parallelism distributes whole layers.
     try:
@@ -581,63 +582,9 @@ def trainer_problems(
             )
         )
 
-    if shape.mla and (settings or {}).get("apply_rope_fusion"):
-        key = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
-        errors.append(
-            UserError(
-                "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
-                where=key,
-                expected="no value for a model with latent attention, whose tokens bring their own angles",
-                got="true",
-                fix=f"remove {key}",
-            )
-        )
-
-    if shape.expert_bias and layout.expert_tensor > 1:
-        errors.append(
-            UserError(
-                "Megatron does not shard experts with biases over tensor-parallel ranks",
-                where=f"{path}.expert_tensor",
-                expected=f"1: the experts of {shape.name} have biases",
-                got=str(layout.expert_tensor),
-                fix=f"remove {path}.expert_tensor, and use {path}.expert for the other ranks",
-            )
-        )
-
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
         errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
-    return errors
-
-
-def _mixer_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of training mixers that need complete rows, and attention with a gated output."""
-    errors = []
-    for mixer, count in shape.mixers.items():
-        if mixer.divides_rows or layout.context == 1:
-            continue
-        errors.append(
-            UserError(
-                f"context parallelism is not supported for {mixer.noun}",
-                where=f"{layout.path}.context",
-                expected=f"1: {shape.name} has {count} {mixer.noun}",
-                got=str(layout.context),
-                fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
-            )
-        )
-
-    if shape.output_gate and layout.tensor > shape.kv_heads:
-        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
-        errors.append(
-            UserError(
-                "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
-                where=f"{layout.path}.tensor",
-                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
-                got=str(layout.tensor),
-                fix=f"set {layout.path}.tensor to {_best_tensor(shape, layout.tensor)} and use pipeline or "
-                "data parallelism for the other ranks",
-            )
-        )
     return errors
 
 
@@ -681,7 +628,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
                 where=key,
                 expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
-                fix=f"set {key} to {_best_tensor(shape, layout.tensor)}",
+                fix=f"set {key} to {shape.best_tensor(layout.tensor)}",
             )
         )
 
@@ -696,7 +643,7 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
     tensor = layout.tensor
     context = layout.context
     tensor_key = f"{layout.path}.tensor"
-    tensor_fix = f"set {tensor_key} to {_best_tensor(shape, tensor)}{advice}"
+    tensor_fix = f"set {tensor_key} to {shape.best_tensor(tensor)}{advice}"
 
     if shape.heads % tensor:
         return [_indivisible(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
@@ -749,10 +696,3 @@ def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserEr
         got=str(size),
         fix=fix,
     )
-
-
-def _best_tensor(shape: ModelShape, tensor: int) -> int:
-    """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
-    further_heads = [heads for mixer in shape.mixers for heads in mixer.further_heads(shape).values()]
-    common = math.gcd(shape.heads, shape.kv_heads, shape.mlp_width, *further_heads)
-    return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

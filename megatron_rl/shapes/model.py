@@ -7,6 +7,7 @@ drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 20
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -180,6 +181,12 @@ class ModelShape:
     def padded_vocab(self, tensor: int) -> int:
         """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
+
+    def best_tensor(self, limit: int) -> int:
+        """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
+        further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
+        common = math.gcd(self.heads, self.kv_heads, self.mlp_width, *further_heads)
+        return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
 
     # Blocks: the rest of this class sums over them.
 

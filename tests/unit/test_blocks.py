@@ -64,7 +64,6 @@ class Decay(Mixer):
     name: ClassVar[str] = "decay"
     noun: ClassVar[str] = "decaying sums"
     first_projection: ClassVar[str] = "in_proj"
-    divides_rows: ClassVar[bool] = False
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         inner = Source("self_attn.in_proj.weight", (self.width, shape.hidden), "rows")
@@ -87,6 +86,12 @@ class Decay(Mixer):
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         return {"channels of decaying sums": self.width}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        if layout.context > 1:
+            yield UserError(f"{self.noun} need complete rows", where=f"{layout.path}.context")
 
 
 # ---------------------------------------------------------------- its module in Megatron
@@ -207,7 +212,8 @@ def test_a_new_mixer_computes_what_its_reference_does(decay_shape: ModelShape, t
             (chunk,) = model.chunks
             tokens = torch.cat(rows, dim=1)
             hidden = chunk(tokens, None, None, packed_seq_params=model.pack(lengths))
-            logits = hidden.flatten(0, 1) @ chunk.output_layer.weight.T
+            head: Any = chunk.output_layer
+            logits = hidden.flatten(0, 1) @ head.weight.T
     assert expected.std() > 0.1
     torch.testing.assert_close(logits[:, :VOCABULARY], expected, atol=1e-4, rtol=0)
 
@@ -243,7 +249,7 @@ def test_a_new_mixer_is_refused_where_it_cannot_be_divided(decay_shape: ModelSha
         layout = ParallelLayout(tuple(range(4)), **sizes)
         return "".join(map(str, trainer_problems(decay_shape, layout)))
 
-    assert "context parallelism is not supported for decaying sums" in errors(context=2)
+    assert "decaying sums need complete rows" in errors(context=2)
     assert not errors(tensor=2)
     wide = replace(decay_shape, blocks=(Block(Decay(47), Mlp()),) * 4)
     assert "47 channels of decaying sums" in str(trainer_problems(wide, ParallelLayout((0, 1), tensor=2))[0])

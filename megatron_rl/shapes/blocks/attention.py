@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
 from megatron_rl.shapes.layer_weights import Source, Weight
 
 if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
 
@@ -85,7 +87,7 @@ class Attention(Mixer):
         return 2 * shape.kv_heads * shape.head_dim
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return the ranks until each has one key-value head; further ranks have copies."""
+        """Return one shard per rank, up to one per key-value head: further ranks have copies."""
         return min(tensor, shape.kv_heads)
 
     def tensor_heads(self, shape: ModelShape) -> int:
@@ -110,6 +112,23 @@ class Attention(Mixer):
         if not shape.output_gate:
             return {}
         return {"attention_output_gate": True}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse a gate on the output with more tensor-parallel ranks than key-value heads."""
+        if not shape.output_gate or layout.tensor <= shape.kv_heads:
+            return
+
+        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
+        yield UserError(
+            "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
+            where=f"{layout.path}.tensor",
+            expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+            got=str(layout.tensor),
+            fix=f"set {layout.path}.tensor to {shape.best_tensor(layout.tensor)} and use pipeline or "
+            "data parallelism for the other ranks",
+        )
 
 
 def _fused_elements(layer: LocalLayer) -> float:

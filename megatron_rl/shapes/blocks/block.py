@@ -1,4 +1,4 @@
-"""The two halves of a decoder layer: a mixer, in which tokens meet, and a feed-forward for each token alone.
+"""The two halves of a decoder layer: a mixer such as attention, and a feed-forward such as an MLP.
 
 Everything that differs between kinds of layers is a method here. Counts of parameters, memory, weight sync,
 adapters and the planner sum over the blocks of a `ModelShape` and name no kind. What Megatron builds for a
@@ -8,13 +8,15 @@ block is in `megatron_rl.megatron.blocks`, under the same name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import Weight
 
 if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
 
@@ -78,8 +80,6 @@ class Mixer(ABC):
     """Megatron's projection into which Transformer Engine fuses the norm before the mixer."""
     config_class: ClassVar[str] = "TransformerConfig"
     """Megatron's configuration class of a model with this mixer."""
-    divides_rows: ClassVar[bool] = True
-    """Context parallelism may divide the tokens of a row over ranks."""
     takes_adapters: ClassVar[bool] = True
     """Models with this mixer may have low-rank adapters."""
 
@@ -141,6 +141,12 @@ class Mixer(ABC):
         """Return the fields of Megatron's TransformerConfig that follow from the mixer."""
         return {}
 
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Yield the errors of the mixer in the layout of a role, with Megatron's ``settings`` of the user."""
+        yield from ()
+
     def adapter_refusal(self, target: str) -> str | None:
         """Return the reason why Megatron's linear layer ``target`` cannot have an adapter, None if it can."""
         return None
@@ -196,6 +202,12 @@ class FeedForward(ABC):
     def settings(self, shape: ModelShape) -> dict[str, Any]:
         """Return the fields of Megatron's TransformerConfig that follow from the feed-forward."""
         return {}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Yield the errors of the feed-forward in the layout of a role, with Megatron's ``settings``."""
+        yield from ()
 
 
 class Block(NamedTuple):

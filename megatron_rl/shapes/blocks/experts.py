@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import FeedForward, LocalLayer
 from megatron_rl.shapes.blocks.mlp import biases, matrices, mlp_elements
 from megatron_rl.shapes.layer_weights import Source, Weight
 
 if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
 ROUTED_COPIES = 5
-"""Copies of routed tokens that our own layers hold at once: before, in and after the experts."""
+"""Copies of routed tokens that exist at once in plain layers: before, in and after the experts."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,20 @@ class Experts(FeedForward):
             settings["moe_shared_expert_intermediate_size"] = shape.shared_width
             settings["moe_shared_expert_gate"] = shape.shared_gate
         return settings
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse experts with biases that are sharded over tensor-parallel ranks."""
+        if not shape.expert_bias or layout.expert_tensor == 1:
+            return
+        yield UserError(
+            "Megatron does not shard experts with biases over tensor-parallel ranks",
+            where=f"{layout.path}.expert_tensor",
+            expected=f"1: the experts of {shape.name} have biases",
+            got=str(layout.expert_tensor),
+            fix=f"remove {layout.path}.expert_tensor, and use {layout.path}.expert for the other ranks",
+        )
 
 
 def _expert_elements(layer: LocalLayer) -> float:

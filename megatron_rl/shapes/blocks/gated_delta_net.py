@@ -6,14 +6,16 @@ size, for any length of the row, so its cache counts rows instead of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
 from megatron_rl.shapes.layer_weights import Cut, Source, Weight
 
 if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
 _STATE_BYTES = 4
@@ -32,7 +34,6 @@ class GatedDeltaNet(Mixer):
     layer_types: ClassVar[tuple[str, ...]] = ("linear_attention",)
     size_keys: ClassVar[tuple[str, ...]] = ("linear_num_value_heads",)
     first_projection: ClassVar[str] = "in_proj"
-    divides_rows: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
@@ -131,6 +132,20 @@ class GatedDeltaNet(Mixer):
             "linear_num_key_heads": shape.linear_k_heads,
             "linear_num_value_heads": shape.linear_v_heads,
         }
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse context parallelism, which divides rows."""
+        if layout.context == 1:
+            return
+        yield UserError(
+            f"context parallelism is not supported for {self.noun}",
+            where=f"{layout.path}.context",
+            expected=f"1: {shape.name} has {shape.mixers[self]} {self.noun}",
+            got=str(layout.context),
+            fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
+        )
 
 
 def _weight(name: str, cut: Cut, *sources: Source) -> Weight:

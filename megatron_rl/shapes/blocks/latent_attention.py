@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
 from megatron_rl.shapes.layer_weights import Cut, Source, Weight
 
 if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
 
@@ -88,7 +90,7 @@ class LatentAttention(Mixer):
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count queries, outputs, keys and values, which every head has its own of."""
+        """Count queries, outputs, keys and values: every head has separate ones."""
         return 2 * shape.heads / tensor * (shape.qk_dim + shape.value_dim)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
@@ -98,6 +100,22 @@ class LatentAttention(Mixer):
     def settings(self, shape: ModelShape) -> dict[str, Any]:
         """Return the sizes, and a key and a value per query head once they are expanded."""
         return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse Megatron's fused rotary embedding."""
+        if not settings.get("apply_rope_fusion"):
+            return
+
+        key = f"{layout.path.rpartition('.')[0]}.megatron.apply_rope_fusion"
+        yield UserError(
+            "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
+            where=key,
+            expected="no value for a model with latent attention, whose tokens bring their own angles",
+            got="true",
+            fix=f"remove {key}",
+        )
 
     def adapter_refusal(self, target: str) -> str | None:
         """Refuse the projection of queries, keys and values, which latent attention does not have."""
