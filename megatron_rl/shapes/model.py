@@ -224,6 +224,7 @@ class ModelShape:
     def _blocks(self) -> tuple[Block, ...]:
         """The block of each layer."""
         if self.blocks:
+            assert len(self.blocks) == self.layers, "a block for each layer"
             return self.blocks
 
         # One object per kind of layer.
@@ -384,21 +385,24 @@ class ModelShape:
         causal mask. The products of projections are not counted.
         """
         total = 0.0
-        for mixer, count in self.mixers.items():
+        for count, sliding, per_key, per_token in self._mixer_flops:
             # A layer with a sliding window attends to no more keys than the window has.
-            sliding = self._sliding_mixers[mixer]
             window: float = 0
             if sliding:
                 window = min(context, self.sliding_window)
 
             keys = (count - sliding) * context + sliding * window
-            total += mixer.flops_per_key(self) * keys + count * mixer.flops_per_token(self)
+            total += per_key * keys + count * per_token
         return total
 
     @cached_property
-    def _sliding_mixers(self) -> Counter[Mixer]:
-        """The number of layers with a sliding window by mixer."""
-        return Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
+    def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
+        """By mixer: its layers, those with a sliding window, and a layer's FLOPs per key and per token."""
+        sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
+        return [
+            (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
+            for mixer, count in self.mixers.items()
+        ]
 
     @cached_property
     def layer_flops(self) -> float:
