@@ -453,12 +453,12 @@ def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
 def with_sparse_attention(
     dense: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
 ) -> Family:
-    """Return the family of a dense one's layers with sparse attention, on rows that attend to all keys.
+    """Return a ``dense`` family with sparse attention instead, for rows that attend to all keys.
 
-    An indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens. The
-    model computes there what the dense family does, and the indexer is copied and not trained.
-    ``dense_layers`` is the default of `count_dense_layers`, ``defaults`` are more of `Family.defaults`, and
-    ``names`` are the fields of `Family` with the names of the new family.
+    An indexer selects ``index_topk`` keys for each token. In a row of at most as many tokens it selects all
+    keys, and the model computes what the dense family does. The indexer is copied into exports and not
+    trained. ``dense_layers`` is the default of `count_dense_layers`, ``defaults`` extend `Family.defaults`,
+    and ``names`` are the fields of `Family` that name the new family.
     """
 
     def structure(reader: ConfigReader) -> Fields:

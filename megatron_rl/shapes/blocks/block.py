@@ -7,6 +7,7 @@ block is in `megatron_rl.megatron.blocks`, under the same name.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Mixer(ABC):
 
     def tensor_heads(self, shape: ModelShape) -> int:
         """Return the number that a tensor-parallel size of a trained model must divide; 0 for no limit."""
-        return 0
+        return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return heads besides the model's attention heads that tensor parallelism divides, by noun."""

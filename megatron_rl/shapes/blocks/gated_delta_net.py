@@ -113,10 +113,6 @@ class GatedDeltaNet(Mixer):
         conv_inputs = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
         return matrices + conv_inputs
 
-    def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the key heads."""
-        return shape.linear_k_heads
-
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the key heads."""
         return {"key heads of gated delta nets": shape.linear_k_heads}
