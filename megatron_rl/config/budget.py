@@ -310,7 +310,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     return learners
 
 
-def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
+def pipeline_stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the layers of each pipeline stage."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
@@ -439,7 +439,7 @@ def _trained(
         return item if role == "actor" else f"{role} {item}"
 
     layers = _layer_kind(config, shape, learner.recompute)
-    stages = _stages(config, layout, shape)
+    stages = pipeline_stages(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, layers.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
@@ -589,7 +589,7 @@ def _frozen(
         shape = shape.with_scalar_head()
 
     layers = _layer_kind(config, shape, "none")
-    stages = _stages(config, layout, shape)
+    stages = pipeline_stages(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, layers, tokens)

@@ -396,9 +396,16 @@ def scoring_memory(
     )
 
 
-def representative_stages(count: int) -> list[int]:
-    """Return the stages that can have the largest memory: the first, one middle stage, and the last."""
-    return sorted({0, min(1, count - 1), count - 1})
+def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
+    """Return the stages that can have the largest memory; ``stages`` has the layers of each stage.
+
+    Of stages with equal layers only the earliest: it has the most micro-batches in flight, or the embedding.
+    The last stage has the output layer.
+    """
+    earliest: dict[frozenset[tuple[Block, int]], int] = {}
+    for stage, layers in enumerate(stages):
+        earliest.setdefault(frozenset(shape.count_blocks(layers).items()), stage)
+    return sorted({*earliest.values(), len(stages) - 1})
 
 
 def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
@@ -407,6 +414,6 @@ def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, 
     last = len(stages) - 1
     parameters = [
         stage_parameters(shape, layout, stages[stage], stage == 0, stage == last)
-        for stage in representative_stages(len(stages))
+        for stage in representative_stages(shape, stages)
     ]
     return max(parameters, key=sum)

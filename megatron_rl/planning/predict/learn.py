@@ -691,11 +691,11 @@ def fullest_training(
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # If Megatron has settings for the first and last stage, all stages between them are equal: a few suffice.
+    # With settings for the first and last stage, many stages between them are equal: a few suffice.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
-        stage_indices = representative_stages(len(stages))
+        stage_indices = representative_stages(model, stages)
 
     memories = []
     for stage in stage_indices:
@@ -761,6 +761,6 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
         scoring_memory(model, layout, stages, stage, choice.layers, tokens)
-        for stage in representative_stages(len(stages))
+        for stage in representative_stages(model, stages)
     ]
     return _role_memory(memories)
