@@ -34,7 +34,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -313,7 +312,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     return learners
 
 
-def _layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
+def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the layers of each pipeline stage."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
@@ -443,7 +442,7 @@ def _trained_role_items(
         return item if role == "actor" else f"{role} {item}"
 
     layers = _layer_kind(config, shape, learner.recompute)
-    stages = _layers_by_stage(config, layout, shape)
+    stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, layers.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
@@ -595,7 +594,7 @@ def _frozen_role_items(
         shape = shape.with_scalar_head()
 
     layers = _layer_kind(config, shape, "none")
-    stages = _layers_by_stage(config, layout, shape)
+    stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, layers, tokens)
@@ -656,7 +655,7 @@ def _engine_items(
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
     rows = episodes_in_flight(config, batch)
-    bytes_per_row = int(state_bytes_per_row(shape, layout.tensor, size))
+    bytes_per_row = int(shape.state_bytes_per_row(layout.tensor, size))
     cache = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if bytes_per_row:

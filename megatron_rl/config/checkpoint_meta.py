@@ -139,6 +139,10 @@ def model_identity(model: PretrainedModel) -> dict[str, Any]:
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
+    # Most models have no blocks beyond their sizes, and earlier versions saved no such entry.
+    del sizes["blocks"]
+    if model.shape.blocks:
+        sizes["blocks"] = [repr(block) for block in model.shape.blocks]
     return {"model_type": model.family.model_type, **json.loads(json.dumps(sizes))}
 
 

@@ -13,17 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -43,6 +40,9 @@ class PackedDeltaNet(GatedDeltaNet):
     On an accelerator the kernel of flash-linear-attention computes the rule, if the package is installed;
     otherwise `chunked_delta_rule` does.
     """
+
+    gathers_rows = True
+    """Rows come in the buckets of `PackedRows`."""
 
     # The sizes are optional in a configuration, but not in one with delta nets.
     key_head_dim: int
@@ -268,32 +268,3 @@ def _without_flash_linear_attention() -> Iterator[None]:
         yield
     finally:
         setattr(module, "HAVE_FLA", available)
-
-
-def place_delta_nets(
-    layers: list[Any],
-    config: TransformerConfig,
-    first: int,
-    fused: bool,
-) -> None:
-    """Replace attention by gated delta nets in the specs of the model's linear-attention layers, in place.
-
-    ``layers`` are the specs of consecutive layers, starting at layer ``first`` of the model.
-    ``fused``: whether the layers are Transformer Engine's.
-    """
-    in_proj: Any = ColumnParallelLinear
-    out_proj: Any = RowParallelLinear
-    if fused:
-        from megatron.core.extensions import transformer_engine
-
-        # In Transformer Engine's layers the norm before attention is a part of its first projection.
-        in_proj = transformer_engine.TELayerNormColumnParallelLinear
-        out_proj = transformer_engine.TERowParallelLinear
-    submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj)
-    delta_net = ModuleSpec(module=PackedDeltaNet, submodules=submodules)
-
-    pattern: Any = config.linear_attention_freq
-    for index, layer in enumerate(layers):
-        if pattern[first + index]:
-            # A new spec: layers may share one object.
-            layers[index] = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))

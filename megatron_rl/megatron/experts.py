@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,14 +55,14 @@ def prepare_experts() -> None:
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
 
 
-def prepare_biased_experts(chunk: Any) -> None:
-    """Make the plain experts of a GPTModel chunk add their biases, in any layout.
+def prepare_biased_experts(layers: Iterable[Any]) -> None:
+    """Make the plain experts of some layers add their biases, in any layout.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
     collective over one rank. It also marks the bias so that its gradient is summed over tensor-parallel
     ranks, although the data-parallel sum over all copies of the expert already includes these ranks.
     """
-    for module in chunk.modules():
+    for module in chain.from_iterable(layer.modules() for layer in layers):
         if not isinstance(module, SequentialMLP):
             continue
         for expert in module.local_experts:

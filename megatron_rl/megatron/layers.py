@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
@@ -825,13 +825,13 @@ def _scale_query(
     return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
-def prepare_local_rotation(chunk: Any, local_layers: tuple[int, ...], local_factor: float) -> None:
-    """Make each layer of a GPTModel chunk use the local or the full rotary angles of `both_frequencies`.
+def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...], local_factor: float) -> None:
+    """Make each of some layers use the local or the full rotary angles of `both_frequencies`.
 
     ``local_layers`` have local angles, and are counted over the model. ``local_factor`` is their factor of
     cos and sin; the config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local_layers
         hook = partial(_select_angles, 0 if is_local else 1)
@@ -927,14 +927,14 @@ def _bound_projection(linear: type, group: Any) -> type:
     return type(linear.__name__, (linear,), {"__init__": __init__})
 
 
-def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
-    """Adapt every layer of a GPTModel chunk to packed rows.
+def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
+    """Adapt layers with latent attention to packed rows.
 
     A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
     return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
     norm.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
         config = attention.config
         if isinstance(attention.core_attention, RowAttention):

@@ -25,14 +25,14 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.delta_net import PackedDeltaNet, place_delta_nets
+from megatron_rl.megatron.blocks import place_blocks
+from megatron_rl.megatron.blocks.builder import LayerOptions
 from megatron_rl.megatron.experts import Routing
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
     attention_backend_of_process,
     block_spec,
-    fit_latent_spec,
     output_layer_without_accumulation,
     require_transformer_engine,
 )
@@ -102,8 +102,8 @@ class ParallelModel:
     takes Megatron's row boundaries (THD) instead."""
     takes_boundaries: bool = field(init=False)
     """Whether all attention takes row boundaries, so that none needs rows gathered by length."""
-    has_delta_nets: bool = field(init=False)
-    """Whether linear-attention layers need rows gathered by length."""
+    gathers_rows: bool = field(init=False)
+    """Whether layers besides attention need rows gathered by length."""
 
     def __post_init__(self) -> None:
         row_cores: list[RowAttention] = []
@@ -122,9 +122,9 @@ class ParallelModel:
         if not self.uses_transformer_engine and (foreign_cores or not row_cores):
             self.takes_boundaries = False
 
-        # Delta nets need rows gathered by length, even if the attention layers take boundaries.
+        # Some mixers need rows gathered by length, even if the attention layers take boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
-        self.has_delta_nets = any(isinstance(module, PackedDeltaNet) for module in modules)
+        self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
 
         # Only `RowAttention` exchanges tokens between context-parallel ranks.
         self.takes_rows = not (self.uses_transformer_engine and foreign_cores)
@@ -245,8 +245,8 @@ class ParallelModel:
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
         context = (self.groups.coordinates.context, self.groups.layout.context)
-        if self.has_delta_nets:
-            # Both forms: delta nets take rows gathered by length, attention may take boundaries.
+        if self.gathers_rows:
+            # Both forms: some mixers take rows gathered by length, attention may take boundaries.
             rows = pack_rows(lengths, *context)
             return replace(rows, boundaries=pack_for_transformer_engine(lengths))
         if self.takes_boundaries:
@@ -447,13 +447,10 @@ def _build_chunk(
         core_attention,
     )
 
-    # Replace the attention of families that Megatron's own specs do not cover.
-    if config.multi_latent_attention:
-        for layer in layers.layer_specs:
-            fit_latent_spec(layer, groups.tensor)
-    if config.linear_attention_freq is not None:
-        first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
-        place_delta_nets(layers.layer_specs, config, first, fused)
+    # Replace the modules of blocks that Megatron's own specs do not cover.
+    first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
+    options = LayerOptions(config, groups.tensor, fused)
+    place_blocks(layers.layer_specs, spec.model.shape, first, options)
 
     chunk: Any = GPTModel(
         config=config,

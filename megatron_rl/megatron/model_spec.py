@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer import transformer_config as config_classes
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -18,20 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron.experts import prepare_biased_experts, prepare_experts
-from megatron_rl.megatron.layers import (
-    allow_shared_heads,
-    allow_without_transformer_engine,
-    bind_tensor_group,
-    both_frequencies,
-    cap_scores,
-    prepare_latent_attention,
-    prepare_local_rotation,
-    scale_embeddings,
-    scale_queries,
-    set_rotary_factor,
-)
-from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
+from megatron_rl.megatron.blocks import finish_blocks, prepare_blocks
+from megatron_rl.megatron.features import FEATURES
+from megatron_rl.megatron.layers import both_frequencies, set_rotary_factor
+from megatron_rl.megatron.norms import prepare_post_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
@@ -122,38 +113,17 @@ class ModelSpec:
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups in modules that would use global groups; biases of experts; and
-        norms, rotary angles and score caps that Megatron's layers do not have.
+        These are the parts of its blocks, norms after them, the features of the family, and the checkpoint's
+        exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
         """
         shape = self.model.shape
-        if shape.expert_bias:
-            prepare_biased_experts(chunk)
-        if shape.mla:
-            prepare_latent_attention(chunk, self.inverse_frequencies)
-            return
-
-        if self.shares_heads:
-            for layer in chunk.decoder.layers:
-                bind_tensor_group(layer.self_attention)
-
-        if shape.whole_qk_norm:
-            prepare_whole_norms(chunk)
+        finish_blocks(chunk, self)
         if shape.post_norms:
             prepare_post_norms(chunk, shape.pre_norms)
-        if self.model.family.scaled_embedding:
-            scale_embeddings(chunk)
-        if self.model.family.scaled_queries:
-            parameters = rope_parameters(self.model.config)
-            beta = parameters["llama_4_scaling_beta"]
-            scale_queries(chunk, beta, parameters["original_max_position_embeddings"])
-        cap = self.model.config.get("attn_logit_softcapping")
-        if cap is not None:
-            cap_scores(chunk, cap)
-        # Gemma 3 has different frequencies for local and full attention, Gemma 2 the same for both.
-        if "full_attention" in self.hf_config.rope_parameters:
-            prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
+        for name in self.model.family.features:
+            FEATURES[name](chunk, self)
 
+        # Latent attention has its angles inside of each layer.
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -177,19 +147,10 @@ def model_spec(
     for error in trainer_problems(shape, layout, overrides):
         raise error
 
-    # Adjust Megatron's modules to the features of this model.
-    if shape.experts:
-        prepare_experts()
-    if shape.mla:
-        allow_without_transformer_engine()
-    elif shape.kv_heads < layout.tensor:
-        allow_shared_heads()
-
+    prepare_blocks(shape, layout)
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
-    config_class: type[TransformerConfig] = TransformerConfig
-    if shape.mla:
-        config_class = MLATransformerConfig
+    config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
         warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ rank's heads. All other computation is local.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,12 +64,12 @@ class AllHeadsNorm(nn.Module):
         return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
 
 
-def prepare_whole_norms(chunk: Any) -> None:
-    """Replace the norms of queries and keys of a GPTModel chunk by norms over all heads.
+def prepare_whole_norms(layers: Iterable[Any]) -> None:
+    """Replace the norms of queries and keys of some layers by norms over all heads.
 
     Source: Team OLMo, arXiv 2501.00656, section 3.1.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
         config = attention.config
         group = attention.pg_collection.tp

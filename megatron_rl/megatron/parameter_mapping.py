@@ -44,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's part of one parameter, and the attention heads that order its rows."""
+    """A rank's part of one parameter, and the groups of attention heads that order its rows."""
 
     index: int
     """Index of the rank among the ranks that shard the parameter."""
@@ -52,9 +52,6 @@ class _Cut:
     """Number of ranks that shard the parameter."""
     groups: int
     """Number of groups of attention heads with one key and one value."""
-    heads_per_group: int
-    """Number of query heads per group."""
-    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,7 @@ def _query_key_value(
     """Interleave rows by group: a group's queries, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
-    query_rows = cut.heads_per_group * cut.head_dim
-    # Key and value are the last two sources; before them are the queries and, in some families, their gates.
-    group_sizes = [query_rows] * (len(sources) - 2) + [cut.head_dim, cut.head_dim]
+    group_sizes = [source.count // cut.groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
@@ -217,9 +212,8 @@ def import_parameters(
     """
     # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
-    heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    dense_cut = _Cut(shard.tensor, shard.tensor_size, *heads)
-    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
+    dense_cut = _Cut(shard.tensor, shard.tensor_size, shape.kv_heads)
+    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, shape.kv_heads)
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.

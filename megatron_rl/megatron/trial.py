@@ -46,7 +46,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     ``roles`` and the result have the formats of the module's input and output.
     """
     complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
-    transformer_config, latent_config, optimizer_config, ddp_config = _config_classes(complete)
+    model_configs, optimizer_config, ddp_config = _config_classes(complete)
     reasons: dict[str, str] = {}
     for role in roles:
         try:
@@ -66,9 +66,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             continue
 
         # Megatron's classes raise errors of any type for a value that they cannot use.
-        config_class = transformer_config
-        if model.shape.mla:
-            config_class = latent_config
+        config_class = getattr(model_configs, model.shape.config_class)
         try:
             config_class(**settings)
         except Exception as error:
@@ -88,8 +86,8 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     return reasons
 
 
-def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
-    """Return Megatron's TransformerConfig, MLATransformerConfig, OptimizerConfig and DDP configuration class.
+def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
+    """Return the module of Megatron's TransformerConfigs, its OptimizerConfig and its DDP configuration class.
 
     Unless the import must be ``complete``, their modules are imported without the packages that contain them,
     which takes a quarter of the time.
@@ -101,9 +99,9 @@ def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
     import megatron.core.parallel_state  # noqa: F401
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer import transformer_config
 
-    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig
+    return transformer_config, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
 def _import_modules_alone() -> None:

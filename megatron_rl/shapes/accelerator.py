@@ -144,7 +144,7 @@ class AcceleratorDefault:
     applies: Callable[[Any], bool]
     """The condition, of an `AcceleratedRole`, or of an `AcceleratedJob` for environment variables."""
     reason: str
-    """What it saves."""
+    """What the default saves, or avoids."""
 
 
 DEFAULTS: tuple[AcceleratorDefault, ...] = (

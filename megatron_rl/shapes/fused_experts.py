@@ -32,7 +32,7 @@ class TensorLocation:
     """Location of a tensor of the model in a checkpoint: a complete stored tensor, or a part of one.
 
     Example: with experts of width 32 the up projection of expert 3 is
-    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with gate and up in turn
+    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with alternating rows of gate and up
     ``TensorLocation("...experts.gate_up_proj", 3, 1, 64, step=2, transposed=True)``.
     """
 
@@ -75,8 +75,8 @@ class TensorLocation:
 def transposed_location(name: str, shape: Shape, interleaved: bool = True) -> TensorLocation:
     """Return the location at which one expert's tensor of this ``name`` and ``shape`` is stored.
 
-    A matrix is stored as [experts, in, out]: with the outputs of gate and up in turn if ``interleaved``, as
-    gpt-oss has them, otherwise with those of gate first, as Qwen3-VL-MoE has them.
+    A matrix is stored as [experts, in, out]: with alternating outputs of gate and up if ``interleaved``, as
+    gpt-oss has them, otherwise with all outputs of gate first, as Qwen3-VL-MoE has them.
 
     >>> transposed_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \

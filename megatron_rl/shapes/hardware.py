@@ -64,7 +64,7 @@ class Gpu:
 
     def rate_at(self, precision: str, share: float) -> float:
         """Return the FLOP/s of GEMMs that reach ``share`` of the peak on the GPUs of the fit."""
-        # No GPU exceeds its peak, whatever its pace.
+        # No GPU exceeds its peak, also one of a faster pace.
         return self.peak(precision) * min(1.0, share * self.pace)
 
     def peak(self, precision: str) -> float:

@@ -390,7 +390,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in ``text``; raises ValueError for any other content.
 
-    The only guard against JSON that is nested beyond Python's recursion limit.
+    All readers of JSON files call it, since it alone guards against nesting beyond Python's recursion limit.
     """
     try:
         values = json.loads(text)

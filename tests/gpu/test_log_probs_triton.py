@@ -108,7 +108,9 @@ def test_a_shard_of_padding_alone_adds_nothing() -> None:
 def test_large_logits_stay_finite() -> None:
     hidden, weight, *labels = case(9, 32, 200, 200)
     shard = VocabularyShard(0, 200, ALONE)
-    stats = module.softmax_statistics(hidden * 1e4, weight, *labels, shard, 64, reductions=triton_reductions())
+    stats = module.softmax_statistics(
+        hidden * 1e4, weight, *labels, shard, 64, reductions=triton_reductions()
+    )
     expected = exact(hidden * 1e4, weight, *labels, shard=shard)
     torch.testing.assert_close(results(stats[None]).double(), results(expected), rtol=1e-5, atol=1e-2)
 

@@ -26,7 +26,6 @@ from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, saved_activation_bytes
-from megatron_rl.shapes.model import LayerKind
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
@@ -78,7 +77,8 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
 
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
-    shape, plain = load_shape("gpt-177b-megatron"), LayerKind(linear=False, experts=False)
+    shape = load_shape("gpt-177b-megatron")
+    plain = shape.block(0)
     unsharded = saved_activation_bytes(shape, plain, 1, 1, 1, "none")
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)

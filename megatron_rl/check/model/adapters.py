@@ -116,12 +116,14 @@ def check_adapted_model(
 
     ``key`` is the key of the adapters' section; ``settings`` are the Megatron settings of the model.
     """
-    if model.shape.linear_layers:
+    refused = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
+    if refused:
+        noun = refused[0].noun
         yield UserError(
-            "models with gated delta nets cannot have adapters",
+            f"models with {noun} cannot have adapters",
             where=key,
             expected="no adapters, or another model",
-            got=f"{model.shape.name}, with {len(model.shape.linear_layers)} gated delta nets",
+            got=f"{model.shape.name}, with {model.shape.mixers[refused[0]]} {noun}",
             fix=f"remove {key}",
         )
         return

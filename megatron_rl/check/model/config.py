@@ -14,6 +14,8 @@ from typing import Any
 from megatron_rl.check.files import Files
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks import MIXERS
+from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.family import ROPE_TYPES, Family
 from megatron_rl.shapes.multimodal import language_config
 from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
@@ -22,7 +24,7 @@ from megatron_rl.shapes.quantized import read_quantization
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = Attention.layer_types
 
 _MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
 """Upper bounds of counts: a larger one is a mistake, and later rules loop over every layer and expert."""
@@ -202,12 +204,13 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
         return
 
-    # Two types are only valid with the sizes of their layers: gated delta nets and indexed attention.
-    allowed = _LAYER_TYPES
-    if config.get("linear_num_value_heads"):
-        allowed = (*_LAYER_TYPES, "linear_attention")
+    # The types of mixers whose sizes the config.json has.
+    allowed: list[str] = []
+    for mixer in MIXERS.values():
+        if all(config.get(key) for key in mixer.size_keys):
+            allowed += mixer.layer_types
     if config.get("index_topk"):
-        allowed = ("indexed_attention",)
+        allowed = ["indexed_attention"]
     if any(layer_type not in allowed for layer_type in layer_types):
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.shapes.blocks.latent_attention import latent_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
-from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -44,17 +44,6 @@ _NOT_COMPARED = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
 """Characters of a value that an error shows."""
-
-
-def latent_sizes(shape: ModelShape) -> dict[str, Any]:
-    """Return the sizes of latent attention under Megatron's names."""
-    return {
-        "q_lora_rank": shape.q_lora or None,
-        "kv_lora_rank": shape.kv_lora,
-        "qk_head_dim": shape.qk_nope,
-        "qk_pos_emb_head_dim": shape.qk_rope,
-        "v_head_dim": shape.v_head_dim,
-    }
 
 
 def arguments_of(model: PretrainedModel) -> dict[str, Any]:
@@ -109,7 +98,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     # Arguments of latent attention, scaled rotary angles and experts.
     if shape.mla:
         arguments |= {
-            **latent_sizes(shape),
+            **latent_settings(shape),
             "rope_type": "rope",
             "rotary_scaling_factor": 1.0,
             "mscale": rope.get("mscale", 1.0),
@@ -157,6 +146,8 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
+    if shape.blocks:
+        return "layers of other blocks than attention and MLPs"
     if shape.post_norms:
         return "norms after attention and MLP"
     if shape.sinks:

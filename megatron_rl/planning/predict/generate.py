@@ -14,7 +14,6 @@ from math import exp, inf, log2
 
 from megatron_rl.planning.predict.batch import Lengths, StepBatch
 from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
-from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
@@ -164,10 +163,10 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
         reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
         per_sequence += reduced_bytes / rate
 
-    # Each step reads and writes the delta nets' states of each sequence.
+    # Each step reads and writes the states that some mixers have for each row.
     cache_rate = gpu.hbm * decode.kv_bandwidth
     element_bytes = min(_CACHE_BYTES, weight_bytes)
-    per_sequence += 2.0 * state_bytes_per_row(model, tensor, element_bytes) / cache_rate
+    per_sequence += 2.0 * model.state_bytes_per_row(tensor, element_bytes) / cache_rate
 
     # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
@@ -220,9 +219,9 @@ def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Mac
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
     """Return the bytes of activations in a prefill of ``tokens`` tokens: 6h + 6f/t per token."""
-    inner = model.mlp_width
-    if model.experts:
-        inner = model.experts_per_token * model.expert_width + model.shared_width
+    # Most layers of a mixture of experts have routed experts.
+    feed_forward = max(model.feed_forwards, key=lambda kind: kind.routed)
+    inner = feed_forward.inner_width(model)
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 
@@ -238,8 +237,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     room -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     room -= rollout_weight_bytes(model, rollout, machine)
 
-    # A model with only delta nets caches no keys and values: return the free bytes, whose sign shows whether
-    # the weights fit.
+    # A model may cache no keys and values: the sign of the free bytes shows whether the weights fit.
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
     if not token_bytes:
         return room
@@ -247,12 +245,12 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens whose keys and values need as many bytes as a row's delta net states."""
+    """Return the number of tokens whose keys and values need as many bytes as a row's states."""
     element_bytes = min(_CACHE_BYTES, machine.weight_bytes)
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
     if not token_bytes:
         return 0.0
-    return state_bytes_per_row(model, rollout.tensor, element_bytes) / token_bytes
+    return model.state_bytes_per_row(rollout.tensor, element_bytes) / token_bytes
 
 
 def replica_seconds(

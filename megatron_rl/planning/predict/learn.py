@@ -37,7 +37,7 @@ from megatron_rl.shapes.memory import (
     scoring_memory,
     training_memory,
 )
-from megatron_rl.shapes.model import LayerKind, ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 _BACKWARD_LAUNCHES = 1.5
 """Assumed ratio of kernel launches and waits for the host in a layer's backward pass to its forward pass."""
@@ -170,10 +170,12 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
     permutations, before and after the exchange, both ways: 12 k h.
     """
-    # An average layer is the mean of dense and routed layers.
+    # An average layer is the mean of all layers.
     moe_share = model.moe_layers / model.layers
-    routed_width = model.experts_per_token * model.expert_width + model.shared_width
-    inner_width = model.mlp_width * (1 - moe_share) + routed_width * moe_share
+    inner_widths = sum(
+        count * feed_forward.inner_width(model) for feed_forward, count in model.feed_forwards.items()
+    )
+    inner_width = inner_widths / model.layers
     bytes_per_inner = 4.0
     if model.gated:
         bytes_per_inner = 6.0
@@ -220,19 +222,17 @@ def _exposed_communication(
 
     # Context parallelism, by heads or by keys and values.
     if layout.context > 1 and exchanges_heads:
-        heads = model.heads / layout.tensor
-        groups = model.kv_heads / layout.tensor
-        # If the context size does not divide the key-value heads, they are repeated for every head.
-        if model.mla or groups % layout.context:
-            groups = heads
-        exchanged_bytes = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
+        elements = sum(
+            count * mixer.exchanged_elements(model, layout.tensor, layout.context)
+            for mixer, count in model.mixers.items()
+        )
+        exchanged_bytes = 2.0 * tokens * elements / model.layers
         total += gather_seconds(machine, layout.context, layout.tensor, exchanged_bytes)
     elif layout.context > 1:
-        # MLA gathers its compressed keys and values, which all heads share.
-        width = 2 * max(1, model.kv_heads // layout.tensor) * model.head_dim
-        if model.mla:
-            width = model.kv_lora + model.qk_rope
-        gathered_bytes = 2.0 * width * tokens * layout.context
+        elements = sum(
+            count * mixer.gathered_elements(model, layout.tensor) for mixer, count in model.mixers.items()
+        )
+        gathered_bytes = 2.0 * elements / model.layers * tokens * layout.context
         gather = gather_seconds(machine, layout.context, layout.tensor, gathered_bytes)
         total += efficiency.context_exposed * gather
     return total
@@ -286,9 +286,13 @@ def layer_seconds(
     hbm_rate = gpu.hbm * efficiency.hbm
     memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards) / hbm_rate
     if not fused:
-        kind = LayerKind(linear=False, experts=model.moe_layers > 0)
-        plain_bytes = Layers(fused=False).saved_bytes(model, layout, kind, "none")
-        fused_bytes = Layers(fused=True).saved_bytes(model, layout, kind, "none")
+        # A layer with attention, and with routed experts if there are any.
+        block = max(
+            model.count_blocks(range(model.layers)),
+            key=lambda block: (block.feed_forward.routed, block.mixer.flops_per_key(model)),
+        )
+        plain_bytes = Layers(fused=False).saved_bytes(model, layout, block, "none")
+        fused_bytes = Layers(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound *= plain_bytes / fused_bytes
 
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
@@ -689,12 +693,11 @@ def fullest_training(
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # If Megatron has settings for the first and last stage, the stages between them are equal, so that a few
-    # representative stages are enough.
+    # With settings for the first and last stage, many stages between them are equal: a few suffice.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
-        stage_indices = representative_stages(len(stages))
+        stage_indices = representative_stages(model, stages)
 
     memories = []
     for stage in stage_indices:
@@ -760,6 +763,6 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
         scoring_memory(model, layout, stages, stage, choice.layers, tokens)
-        for stage in representative_stages(len(stages))
+        for stage in representative_stages(model, stages)
     ]
     return _role_memory(memories)

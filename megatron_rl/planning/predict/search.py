@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import inf, isfinite
+from math import gcd, inf, isfinite
 
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
@@ -88,10 +88,8 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
-    # Training does not replicate key-value heads. MLA has none, so its attention heads limit the size.
-    heads = model.kv_heads
-    if model.mla:
-        heads = model.heads
+    # Every mixer must be divisible; 0 is divisible by any size.
+    heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
 
     sizes = [size for size in _POWERS if size <= limit]
     return [size for size in sizes if gpus % size == 0 and heads % size == 0]

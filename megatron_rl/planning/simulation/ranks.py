@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, rank_memory
+from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, layers_by_stage, rank_memory
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
@@ -88,8 +88,10 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
     ranks = set()
     for role, layout in layouts.items():
         if role != ROLLOUT.name:
-            stages = layout.groups("pipeline")[0]
-            ranks |= {stages[stage] for stage in representative_stages(layout.pipeline)}
+            shape = report.shapes.get(role, report.shape)
+            pipeline_ranks = layout.groups("pipeline")[0]
+            stages = layers_by_stage(report.config, layout, shape)
+            ranks |= {pipeline_ranks[stage] for stage in representative_stages(shape, stages)}
     plans = [simulation_plan(report, rank) for rank in sorted(ranks)]
 
     # Start a new process for each rank: a process can simulate only once, and torch's threads must not be

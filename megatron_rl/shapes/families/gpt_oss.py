@@ -18,7 +18,7 @@ def _structure(reader: ConfigReader) -> Fields:
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
 
-    # quick_gelu has this factor, and vLLM these three constants, whatever config.json says.
+    # quick_gelu has this factor, and vLLM reads none of these three constants from config.json.
     reader.allow("swiglu_alpha", 1.702)
     reader.allow("swiglu_limit", 7.0)
     reader.allow("rms_norm_eps", 1e-5)
