@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -507,6 +508,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     campaign = Campaign(folder, ranks, tuple(overrides))
     seeds = seeds_of(options.seeds or default_seeds)
 
+    # As Ctrl-C: the run in progress ends with a checkpoint, from which the next call resumes it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     warn_if_busy("ablation")
     failures = []
     try:
