@@ -448,6 +448,14 @@ def report(campaign: Campaign, results: Results) -> dict[str, Any]:
     return content
 
 
+def results_of(content: Mapping[str, Any]) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the numbers of the runs in a `report`."""
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    for variant in content["variants"]:
+        results[variant["name"]] = {run["seed"]: run["numbers"] for run in variant["runs"]}
+    return results
+
+
 def write(campaign: Campaign, results: Results, target: Path) -> str:
     """Write tables, picture, numbers and comparison; return the tables."""
     markdown = f"{table(results, COST)}\n\n{table(results, RESULT)}\n\n{MEANING}\n"

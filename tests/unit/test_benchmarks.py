@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 
@@ -208,3 +209,14 @@ def test_the_ablations_task_has_two_kinds_of_problems_of_mixed_lengths(beside: A
     looping = [record for record in records["sft"] if len(record["response"]) > 17]
     assert min(len(record["response"]) for record in looping) > limit
     assert len(looping) / len(records["sft"]) == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_leaves_no_rank(beside: Any, tmp_path: Path) -> None:
+    common = beside("common")
+    script, pid = tmp_path / "rank.py", tmp_path / "pid"
+    script.write_text(f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+                      "time.sleep(600)\n")  # fmt: skip
+    with pytest.raises(common.ChildFailed, match="ran longer than 15 s"):
+        common.torchrun([str(script)], 1, 1, tmp_path / "log", 15)
+    assert not psutil.pid_exists(int(pid.read_text()))
