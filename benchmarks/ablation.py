@@ -3,18 +3,19 @@
     python benchmarks/ablation.py [--quick] [--seeds 1-3] [--only NAME,…] [--ranks N] [--folder DIR]
                                   [--json FILE] [KEY=VALUE …]
 
-All runs start from one model after a supervised warm-up, on the task of benchmarks/ablation_task.py, with the
-configuration benchmarks/ablation.yaml and the overrides of their variant; KEY=VALUE is an override of all of them.
-Each seed is a run of its own, started by torchrun as a user starts it. Finished runs are not repeated, so an
-interrupted call resumes; --only and --seeds choose the runs to start, and the table has every finished run of
-these seeds.
+All runs start from one model after a supervised warm-up, on the task of benchmarks/ablation_task.py, with
+the configuration benchmarks/ablation.yaml and the overrides of their variant; KEY=VALUE is an override of all
+runs. Each seed is a run of its own, started by torchrun as a user starts it. Finished runs are not repeated,
+so an interrupted call resumes; --only and --seeds choose the runs to start, and the table has every finished
+run of these seeds.
 
-The one idea: below each variant stands its difference from the variant before it, which is the same without it.
-Differences are of runs with the same seed. One that has the same sign in every seed is bold; nothing is left out.
+The one idea: below each variant stands its difference from the variant before it, which is the same without
+the technique. Differences are of runs with the same seed. One that has the same sign in every seed is bold;
+nothing is left out.
 
-The folder gets ablation.md (tables), ablation.svg (picture), ablation.json (every number of every run with its
-command and revision) and compare.html (settings and curves, by the command ``compare``). The exit code is 1 if a
-run failed.
+The folder gets ablation.md (tables), ablation.svg (picture), ablation.json (every number of every run with
+its command and revision) and compare.html (settings and curves, by the command ``compare``). The exit code is
+1 if a run failed.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Variant:
 
 
 VARIANTS = (
-    # Packing cannot be switched off. The least that the configuration accepts is a micro-batch as large as the
-    # longest row: data.max_prompt_tokens + rollout.max_response_tokens.
+    # Packing cannot be switched off. The least that the configuration accepts is a micro-batch as large as
+    # the longest row: data.max_prompt_tokens + rollout.max_response_tokens.
     Variant("base", "smallest micro-batches", {"batch.tokens_per_microbatch": "68"}),
     # Without the key, the budget is derived: a rank's whole share of a mini-batch in one micro-batch.
     Variant("packing", "+ packing by tokens", {"batch.tokens_per_microbatch": None}),
@@ -131,10 +132,11 @@ RESULT = (
     Column("accuracy", "held-out accuracy", ".3f"),
 )
 MEANING = (
-    "Mean ± standard deviation over seeds. Seconds are those of the median step of a run. Reward calls and the "
-    f"truncated share are of the whole run; KL (to the reference), reward and its variance are means of the last "
-    f"{WINDOW} steps; the accuracy is that of greedy answers after the last step. A row that begins with … is "
-    "the difference from the row before it, seed by seed; it is bold if it has the same sign in every seed."
+    "Mean ± standard deviation over seeds. Seconds are those of the median step of a run. Reward calls and "
+    "the truncated share are of the whole run; KL (to the reference), reward and its variance are means of "
+    f"the last {WINDOW} steps; the accuracy is that of greedy answers after the last step. A row that begins "
+    "with … is the difference from the row before it, seed by seed; it is bold if it has the same sign in "
+    "every seed."
 )
 
 Numbers = Mapping[str, float]
@@ -353,7 +355,7 @@ BAND_HEIGHT = 46 + ROW_HEIGHT * len(VARIANTS)
 
 
 def picture(results: Results) -> str:
-    """Return an SVG picture: for each column a panel with the mean of each variant, and a dot for each seed."""
+    """Return an SVG picture: a panel for each column, with each variant's mean and a dot for each seed."""
     height = 2 * BAND_HEIGHT + 20
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
@@ -377,7 +379,9 @@ def picture(results: Results) -> str:
 
 def _panel(results: Results, column: Column, left: float, width: float, top: float) -> list[str]:
     """Return the parts of one panel; its axis runs from the smallest to the largest number of any run."""
-    numbers = [run[column.key] for runs in results.values() for run in runs.values()]
+    numbers: list[float] = []
+    for runs in results.values():
+        numbers += [run[column.key] for run in runs.values()]
     lowest = min(numbers)
     span = max(numbers) - lowest
 

@@ -1,11 +1,11 @@
-"""Write the task of the ablation: two kinds of problems, with prompts and answers of mixed lengths, and a model.
+"""Write the task of the ablation: a model, and two kinds of problems with texts of mixed lengths.
 
     python benchmarks/ablation_task.py DIRECTORY
 
-``addition`` has the quickstart's sums of two numbers, with answers of two digits. ``sorting`` has lists of 3 to 9
-digits to sort, such as ``7,3,9=`` with the answer ``3,7,9``. The demonstrations have three habits that
-reinforcement learning can unlearn: most sums forget to carry, most long lists lack their last digit, and a tenth
-of all lists never stop. The same directory gets the same bytes each time.
+``addition`` has the quickstart's sums of two numbers, with answers of two digits. ``sorting`` has lists of 3
+to 9 digits to sort, such as ``7,3,9=`` with the answer ``3,7,9``. The demonstrations have three habits that
+reinforcement learning can unlearn: most sums forget to carry, most long lists lack their last digit, and a
+tenth of all lists never stop. The same directory gets the same bytes each time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD_OUT = 250
 
 
 def make(folder: Path) -> None:
-    """Write ``model/``, ``train.jsonl``, ``eval.jsonl`` and ``sft.jsonl``, with equally many records of each task."""
+    """Write ``model/`` and the files ``train``, ``eval`` and ``sft``, with as many records of either task."""
     quickstart.make(folder, seed=SEED)
     sums = {name: _read(folder / f"{name}.jsonl") for name in ("train", "eval", "sft")}
     # The first half of the quickstart's held-out sums have a carry, and the others have none.
