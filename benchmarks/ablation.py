@@ -1,7 +1,7 @@
 """What packing, filters, adaptive lengths and sampling profiles change, each added to the one before.
 
     python benchmarks/ablation.py [--quick] [--seeds 1-3] [--only NAME,…] [--ranks N] [--folder DIR]
-                                  [--json FILE] [KEY=VALUE …]
+                                  [--record] [KEY=VALUE …]
 
 All runs start from one model after a supervised warm-up, on the task of benchmarks/ablation_task.py, with
 the configuration benchmarks/ablation.yaml and the overrides of their variant; KEY=VALUE is an override of all
@@ -14,8 +14,8 @@ the technique. Differences are of runs with the same seed. One that has the same
 nothing is left out.
 
 The folder gets ablation.md (tables), ablation.svg (picture), ablation.json (every number of every run with
-its command and revision) and compare.html (settings and curves, by the command ``compare``). The exit code is
-1 if a run failed.
+its command and revision) and compare.html (settings and curves, by the command ``compare``). --record copies
+the first three to docs/, for the page docs/ablation.md. The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,12 @@ from megatron_rl.trainer.report import run_metrics
 ROOT = HERE.parent
 CONFIG = Path("benchmarks/ablation.yaml")
 TASK = Path("benchmarks/ablation_task.py")
+RECORDED = {
+    "ablation.md": Path("docs/recorded/ablation.txt"),
+    "ablation.json": Path("docs/recorded/ablation.json"),
+    "ablation.svg": Path("docs/images/ablation.svg"),
+}
+"""Files of the page docs/ablation.md, by the names that they have in the folder of the runs."""
 TIMEOUT = 3600
 """Seconds for one run."""
 QUICK = (
@@ -460,18 +467,25 @@ def results_of(content: Mapping[str, Any]) -> dict[str, dict[int, dict[str, floa
     return results
 
 
-def write(campaign: Campaign, results: Results, target: Path) -> str:
-    """Write tables, picture, numbers and comparison; return the tables."""
-    markdown = f"{table(results, COST)}\n\n{table(results, RESULT)}\n\n{MEANING}\n"
-    (campaign.folder / "ablation.md").write_text(markdown, encoding="utf-8")
-    (campaign.folder / "ablation.svg").write_text(picture(results), encoding="utf-8")
-    target.write_text(json.dumps(report(campaign, results), indent=1) + "\n", encoding="utf-8")
+def markdown(results: Results) -> str:
+    """Return both tables and their meaning."""
+    return f"{table(results, COST)}\n\n{table(results, RESULT)}\n\n{MEANING}\n"
+
+
+def write(campaign: Campaign, results: Results) -> None:
+    """Write tables, picture, numbers and comparison into the folder."""
+    texts = {
+        "ablation.md": markdown(results),
+        "ablation.svg": picture(results),
+        "ablation.json": json.dumps(report(campaign, results), indent=1) + "\n",
+    }
+    for name, text in texts.items():
+        (campaign.folder / name).write_text(text, encoding="utf-8")
 
     folders: list[Path] = []
     for name, runs in results.items():
         folders += [campaign.run_folder(name, seed) for seed in runs]
     compare.write(folders, campaign.folder)
-    return markdown
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -485,7 +499,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(names), help="comma-separated variants to run")
     parser.add_argument("--ranks", type=int, help="processes of a run (default: the configuration's)")
     parser.add_argument("--folder", type=Path, help="default runs/ablation, or runs/ablation-quick")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default ablation.json in the folder")
+    parser.add_argument("--record", action="store_true", help="copy tables, numbers and picture to docs/")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of every run")
     options = parser.parse_intermixed_args(arguments)
 
@@ -511,9 +525,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = (options.folder or ROOT / default_folder).resolve()
     if folder.is_relative_to(ROOT):
         folder = folder.relative_to(ROOT)
-    target = options.json
-    if target is not None:
-        target = target.resolve()
     os.chdir(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
     ranks = options.ranks or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["world_size"]
@@ -538,8 +549,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     results = finished(campaign, seeds)
     if results:
-        print(write(campaign, results, target or folder / "ablation.json"))
-        say("ablation", f"wrote ablation.md, ablation.svg, ablation.json and compare.html to {folder}")
+        write(campaign, results)
+        print(markdown(results))
+        say("ablation", f"wrote {', '.join(RECORDED)} and compare.html to {folder}")
+        if options.record:
+            for name, recorded in RECORDED.items():
+                shutil.copyfile(folder / name, recorded)
     for failure in failures:
         say("ablation", f"NOT MEASURED: {failure}")
     return int(bool(failures))

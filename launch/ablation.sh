@@ -2,7 +2,7 @@
 # What packing, filters, adaptive lengths and sampling profiles change, each added to the one before: three seeds
 # of five configurations. Table, picture and numbers are written to runs/ablation; an interrupted call resumes.
 #
-#   launch/ablation.sh [--quick] [--only NAME,…] [--seeds 1-3] [--folder DIR] [key=value …]
+#   launch/ablation.sh [--quick] [--only NAME,…] [--seeds 1-3] [--folder DIR] [--record] [key=value …]
 #
 # The code is in benchmarks/ablation.py.
 set -euo pipefail
