@@ -128,6 +128,7 @@ class Column:
 COST = (
     Column("seconds", "seconds a step", ".2f"),
     Column("generate", "generate", ".2f"),
+    Column("score", "score", ".2f"),
     Column("learn", "learn", ".2f"),
     Column("calls", "reward calls", ",.0f"),
     Column("truncated", "truncated", ".3f"),
@@ -271,6 +272,7 @@ def measure(run: Path) -> dict[str, float]:
         # Medians: other work on the machine disturbs single steps.
         "seconds": median(values("time/step")),
         "generate": median(values("time/generate")),
+        "score": median(values("time/score")),
         "learn": median(values("time/learn")),
         "sync": median(values("time/reshard")),
         "tokens": rows * sum(values("response/length")),
