@@ -320,7 +320,9 @@ def difference_text(values: Sequence[float], form: str) -> str:
     if not values:
         return "-"
     text = mean_text(values, f"+{form}")
-    agree = all(value > 0 for value in values) or all(value < 0 for value in values)
+    # As printed: sums in another order differ by rounding, which is no difference.
+    printed = [float(format(value, form.replace(",", ""))) for value in values]
+    agree = all(value > 0 for value in printed) or all(value < 0 for value in printed)
     if agree and len(values) > 1:
         return f"**{text}**"
     return text

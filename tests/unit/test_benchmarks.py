@@ -185,6 +185,7 @@ def test_the_ablation_shows_each_variant_beside_the_one_without(beside: Any) -> 
         "| + packing by tokens | 2.00 ± 0.71 | 1.6250 ± 0.1768 |",
         "| … against the row before | **+0.50 ± 0.00** | +0.1250 ± 0.5303 |",
     ]
+    assert ablation.difference_text([-1e-9, -2e-9], ".4f") == "-0.0000 ± 0.0000", "rounding is no difference"
     picture = ElementTree.fromstring(ablation.picture(results))
     circles = picture.findall("{http://www.w3.org/2000/svg}circle")
     assert len(circles) == 4 * len((*ablation.COST, *ablation.RESULT))
