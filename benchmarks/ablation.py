@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -126,7 +127,7 @@ class Column:
 
 
 COST = (
-    Column("seconds", "seconds a step", ".2f"),
+    Column("seconds", "seconds", ".2f"),
     Column("generate", "generate", ".2f"),
     Column("score", "score", ".2f"),
     Column("learn", "learn", ".2f"),
@@ -140,11 +141,11 @@ RESULT = (
     Column("accuracy", "held-out accuracy", ".3f"),
 )
 MEANING = (
-    "Mean ± standard deviation over seeds. Seconds are those of the median step of a run. Reward calls and "
-    "the truncated share are of the whole run; KL (to the reference), reward and its variance are means of "
-    f"the last {WINDOW} steps; the accuracy is that of greedy answers after the last step. A row that begins "
-    "with … is the difference from the row before it, seed by seed; it is bold if it has the same sign in "
-    "every seed."
+    "Mean ± standard deviation over seeds. Seconds are those of the median step of a run, and of its phases. "
+    "Reward calls and the truncated share are of the whole run; KL (to the reference), reward and its variance "
+    f"are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the last step. A row "
+    "that begins with … is the difference from the row before it, seed by seed; it is bold if it has the same "
+    "sign in every seed."
 )
 
 Numbers = Mapping[str, float]
@@ -227,7 +228,7 @@ class Campaign:
         else:
             given = [text for text in given if not text.startswith("sft.")]
         words = ["-m", "megatron_rl", job, str(CONFIG), *paths, *settings, *given]
-        command = f"torchrun --nproc-per-node {self.ranks} {' '.join(words)}"
+        command = f"torchrun --nproc-per-node {self.ranks} {shlex.join(words)}"
 
         record = self.record(run)
         if record.is_file():
@@ -407,8 +408,8 @@ def _panel(results: Results, column: Column, left: float, width: float, top: flo
     parts = [
         _text(left, top + 12, column.title, INK),
         f'<line x1="{left:g}" y1="{bottom:g}" x2="{left + width:g}" y2="{bottom:g}" stroke="{GRID}"/>',
-        _text(left, bottom + 14, format(lowest, column.form), PALE),
-        _text(left + width, bottom + 14, format(max(numbers), column.form), PALE, "end"),
+        _text(left, bottom + 14, format(lowest, column.form), PALE, size=10),
+        _text(left + width, bottom + 14, format(max(numbers), column.form), PALE, "end", size=10),
     ]
     for index, variant in enumerate(VARIANTS):
         if variant.name not in results:
@@ -433,8 +434,11 @@ def _row_y(top: float, index: int) -> float:
     return top + 32 + index * ROW_HEIGHT
 
 
-def _text(x: float, y: float, text: str, color: str, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, color: str, anchor: str = "start", size: int = 12) -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )
 
 
 # Files

@@ -179,7 +179,7 @@ def test_the_ablation_shows_each_variant_beside_the_one_without(beside: Any) -> 
     ablation = beside("ablation")
     results = ablation_results(ablation)
     lines = ablation.table(results, (ablation.COST[0], ablation.RESULT[0])).splitlines()
-    assert lines[0] == "| | seconds a step | KL |"
+    assert lines[0] == "| | seconds | KL |"
     assert lines[2:] == [
         "| smallest micro-batches | 1.50 ± 0.71 | 1.5000 ± 0.7071 |",
         "| + packing by tokens | 2.00 ± 0.71 | 1.6250 ± 0.1768 |",
