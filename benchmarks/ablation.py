@@ -145,8 +145,8 @@ MEANING = (
     "Reward calls and the truncated share are of the whole run; KL (to the reference), reward and its "
     f"variance are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the last "
     "step.\n\n"
-    "A row that begins with … is the difference from the row before it, seed by seed. It is bold if it has the "
-    "same sign in every seed."
+    "A row that begins with … is the difference from the row before it, seed by seed. It is bold if it has "
+    "the same sign in every seed."
 )
 
 Numbers = Mapping[str, float]
