@@ -21,6 +21,7 @@ the first three to docs/, for the page docs/ablation.md. The exit code is 1 if a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -126,13 +127,17 @@ class Column:
     """Format of the number."""
 
 
-COST = (
+TIME = (
     Column("seconds", "seconds", ".2f"),
     Column("generate", "generate", ".2f"),
     Column("score", "score", ".2f"),
     Column("learn", "learn", ".2f"),
+)
+# Counts, which other work on the machine does not disturb.
+WORK = (
+    Column("tokens", "sampled tokens", ",.0f"),
     Column("calls", "reward calls", ",.0f"),
-    Column("truncated", "truncated", ".3f"),
+    Column("truncated", "truncated", ".4f"),
 )
 RESULT = (
     Column("kl", "KL", ".4f"),
@@ -140,10 +145,11 @@ RESULT = (
     Column("variance", "reward variance", ".3f"),
     Column("accuracy", "held-out accuracy", ".3f"),
 )
+TABLES = (TIME, WORK, RESULT)
 MEANING = (
     "Mean ± standard deviation over seeds. Seconds are those of the median step of a run, and of its phases. "
-    "Reward calls and the truncated share are of the whole run; KL (to the reference), reward and its "
-    f"variance are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the last "
+    "Tokens, reward calls and the truncated share are of the whole run; KL (to the reference), reward and "
+    f"its variance are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the last "
     "step.\n\n"
     "A row that begins with … is the difference from the row before it, seed by seed. It is bold if it has "
     "the same sign in every seed."
@@ -369,7 +375,7 @@ BAND_HEIGHT = 46 + ROW_HEIGHT * len(VARIANTS)
 
 def picture(results: Results) -> str:
     """Return an SVG picture: a panel for each column, with each variant's mean and a dot for each seed."""
-    height = 2 * BAND_HEIGHT + 20
+    height = len(TABLES) * BAND_HEIGHT + 20
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="12">',
@@ -377,7 +383,7 @@ def picture(results: Results) -> str:
         f"<desc>{escape(MEANING)}</desc>",
         f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>',
     ]
-    for band, columns in enumerate((COST, RESULT)):
+    for band, columns in enumerate(TABLES):
         top = 10 + band * BAND_HEIGHT
         parts += [
             _text(12, _row_y(top, index) + 4, variant.title, INK)
@@ -447,7 +453,8 @@ def _text(x: float, y: float, text: str, color: str, anchor: str = "start", size
 
 def report(campaign: Campaign, results: Results) -> dict[str, Any]:
     """Return every number of the finished runs, with the settings, commands and revisions behind them."""
-    content: dict[str, Any] = {"columns": [asdict(column) for column in (*COST, *RESULT)], "variants": []}
+    columns = [asdict(column) for column in itertools.chain(*TABLES)]
+    content: dict[str, Any] = {"columns": columns, "variants": []}
     before: str | None = None
     for variant in VARIANTS:
         if variant.name not in results:
@@ -477,8 +484,9 @@ def results_of(content: Mapping[str, Any]) -> dict[str, dict[int, dict[str, floa
 
 
 def markdown(results: Results) -> str:
-    """Return both tables and their meaning."""
-    return f"{table(results, COST)}\n\n{table(results, RESULT)}\n\n{MEANING}\n"
+    """Return all tables and their meaning."""
+    tables = [table(results, columns) for columns in TABLES]
+    return "\n\n".join([*tables, MEANING]) + "\n"
 
 
 def write(campaign: Campaign, results: Results) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What packing, filters, adaptive lengths and sampling profiles change, each added to the one before: three seeds
-# of five configurations. Table, picture and numbers are written to runs/ablation; an interrupted call resumes.
+# of five configurations. Tables, picture and numbers are written to runs/ablation; an interrupted call resumes.
 #
 #   launch/ablation.sh [--quick] [--only NAME,…] [--seeds 1-3] [--folder DIR] [--record] [key=value …]
 #

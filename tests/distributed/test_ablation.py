@@ -46,7 +46,7 @@ def test_two_variants_run_through_and_the_table_has_the_numbers_of_their_metrics
         samples = pandas.concat([pandas.read_parquet(path) for path in paths])
         assert len(samples) == 3 * 64
         assert round(measured["calls"]) == samples["failure"].isna().sum()
-        assert f"| {measured['calls']:,.0f} | {measured['truncated']:.3f} |" in printed
+        assert f"| {measured['calls']:,.0f} | {measured['truncated']:.4f} |" in printed
         assert f"| {measured['kl']:.4f} | {measured['reward']:.3f} | {measured['variance']:.3f} |" in printed
     assert numbers["filters"]["calls"] < numbers["packing"]["calls"]
 

@@ -148,7 +148,7 @@ def test_placements_balance_learning_and_sampling(beside: Any) -> None:
 
 def ablation_results(ablation: Any) -> dict[str, dict[int, dict[str, float]]]:
     """Return made-up numbers of two variants: seed 2 has 1 more in both, and the second variant 0.5 more."""
-    columns = (*ablation.COST, *ablation.RESULT)
+    columns = [column for columns in ablation.TABLES for column in columns]
     results: dict[str, dict[int, dict[str, float]]] = {"base": {}, "packing": {}}
     for name, extra in (("base", 0.0), ("packing", 0.5)):
         for seed in (1, 2):
@@ -178,7 +178,7 @@ def test_a_variant_of_the_ablation_has_the_settings_of_those_before(beside: Any)
 def test_the_ablation_shows_each_variant_beside_the_one_without(beside: Any) -> None:
     ablation = beside("ablation")
     results = ablation_results(ablation)
-    lines = ablation.table(results, (ablation.COST[0], ablation.RESULT[0])).splitlines()
+    lines = ablation.table(results, (ablation.TIME[0], ablation.RESULT[0])).splitlines()
     assert lines[0] == "| | seconds | KL |"
     assert lines[2:] == [
         "| smallest micro-batches | 1.50 ± 0.71 | 1.5000 ± 0.7071 |",
@@ -188,7 +188,7 @@ def test_the_ablation_shows_each_variant_beside_the_one_without(beside: Any) -> 
     assert ablation.difference_text([-1e-9, -2e-9], ".4f") == "-0.0000 ± 0.0000", "rounding is no difference"
     picture = ElementTree.fromstring(ablation.picture(results))
     circles = picture.findall("{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 4 * len((*ablation.COST, *ablation.RESULT))
+    assert len(circles) == 4 * sum(len(columns) for columns in ablation.TABLES)
 
 
 @pytest.mark.slow
@@ -221,3 +221,14 @@ def test_a_job_that_is_stopped_leaves_no_rank(beside: Any, tmp_path: Path) -> No
     with pytest.raises(common.ChildFailed, match="ran longer than 15 s"):
         common.torchrun([str(script)], 1, 1, tmp_path / "log", 15)
     assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_the_page_of_the_ablation_has_the_recorded_numbers(beside: Any, monkeypatch: Any) -> None:
+    """``launch/ablation.sh --record`` writes the files."""
+    ablation = beside("ablation")
+    monkeypatch.chdir(FOLDER.parent)
+    texts = {name: path.read_text(encoding="utf-8") for name, path in ablation.RECORDED.items()}
+    results = ablation.results_of(json.loads(texts["ablation.json"]))
+    assert list(results) == [variant.name for variant in ablation.VARIANTS]
+    assert texts["ablation.md"] == ablation.markdown(results)
+    assert texts["ablation.svg"] == ablation.picture(results)
