@@ -149,8 +149,8 @@ TABLES = (TIME, WORK, RESULT)
 MEANING = (
     "Mean ± standard deviation over seeds. Seconds are those of the median step of a run, and of its phases. "
     "Tokens, reward calls and the truncated share are of the whole run; KL (to the reference), reward and "
-    f"its variance are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the last "
-    "step.\n\n"
+    f"its variance are means of the last {WINDOW} steps; the accuracy is that of greedy answers after the "
+    "last step.\n\n"
     "A row that begins with … is the difference from the row before it, seed by seed. It is bold if it has "
     "the same sign in every seed."
 )
