@@ -66,6 +66,7 @@ from megatron_rl.algorithms.kl import (
     NoDistillation,
     NoKl,
     ReverseKl,
+    TopKDivergence,
 )
 from megatron_rl.algorithms.losses import (
     Cispo,
@@ -358,7 +359,7 @@ KINDS: dict[str, Kind] = {
     ),
     "distillation": Kind(
         base=Distillation,
-        named={"none": NoDistillation(), "reverse_kl": ReverseKl()},
+        named={"none": NoDistillation(), "reverse_kl": ReverseKl(), "top_k": TopKDivergence()},
         method="estimate",
         arguments=("log_probs", "teacher_log_probs"),
     ),

@@ -68,10 +68,8 @@ def build_train_batch(
     inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
     correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
-    if algorithm.needs_teacher:
-        term, teacher_metrics = _distill(scores, algorithm, valid_mask, old_log_probs)
-        advantages = advantages + term
-        metrics += teacher_metrics
+    if algorithm.needs_teacher and not algorithm.distillation.top_tokens:
+        advantages = advantages + _teacher_term(scores, algorithm, valid_mask, old_log_probs)
     if algorithm.overlong.filter:
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
@@ -91,6 +89,8 @@ def build_train_batch(
         old_log_probs=old_log_probs,
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
+        teacher_top_ids=scores.teacher_top_ids,
+        teacher_top_log_probs=scores.teacher_top_log_probs,
         old_values=scores.values,
         policy_mask=policy_mask,
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
@@ -146,10 +146,10 @@ def old_policy_metrics(
     algorithm: Algorithm,
     state: AlgorithmState,
 ) -> Metrics:
-    """Compute ``mismatch/*`` and, with a reference policy's log-probs, ``kl/ref`` and ``kl/coef``.
+    """Compute ``mismatch/*``, and the KL to a reference policy and to a teacher where they are.
 
-    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` compares the old policy of
-    `old_policy_log_probs` with the reference.
+    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` and ``kl/teacher`` compare
+    the old policy of `old_policy_log_probs` with the reference and with the teacher.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
@@ -159,13 +159,18 @@ def old_policy_metrics(
 
     metrics = mismatch_metrics(scores.old_log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
+    log_probs = old_policy_log_probs(rollouts, scores, algorithm)
+    assert log_probs is not None
     if scores.ref_log_probs is not None:
-        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
-        assert log_probs is not None
         kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
         # Sum in float64: a float32 sum over a long batch loses terms near 0.
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
+
+    # k1 estimate of KL(actor || teacher), whatever the coefficient of the distillation.
+    if algorithm.needs_teacher and scores.teacher_log_probs is not None:
+        difference = (log_probs.double() - scores.teacher_log_probs.double())[mask]
+        metrics += Metrics.mean("kl/teacher", float(difference.sum()), count)
     return metrics
 
 
@@ -280,23 +285,18 @@ def _correct(
     return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
 
-def _distill(
+def _teacher_term(
     scores: Scores,
     algorithm: Algorithm,
     mask: Tensor,
     old_log_probs: Tensor | None,
-) -> tuple[Tensor, Metrics]:
-    """Return the teacher's term in the advantages [N], 0 outside the mask, and the mean reverse KL to it."""
+) -> Tensor:
+    """Return the teacher's term in the advantages [N], 0 outside the mask."""
     if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
-    log_probs = old_log_probs.double()
-    teacher_log_probs = scores.teacher_log_probs.double()
-    term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
-
-    # k1 estimate of KL(actor || teacher), whatever the coefficient of the term.
-    difference = (log_probs - teacher_log_probs)[mask]
-    return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))
+    term = algorithm.distillation(old_log_probs.double(), scores.teacher_log_probs.double())
+    return torch.where(mask, term, 0)
 
 
 @dataclass(frozen=True)

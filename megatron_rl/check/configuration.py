@@ -56,6 +56,7 @@ from megatron_rl.check.sizes import (
     check_lengths,
     check_memory,
     check_memory_target,
+    check_top_tokens,
     check_world,
     smallest_valid_world,
     with_gpu_memory,
@@ -395,6 +396,8 @@ def _check_with_inputs(
 
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
+    if algorithm is not None and inputs.shape is not None:
+        check.add(check_top_tokens(algorithm, inputs.shape))
     check.add(logging_errors(config))
     # The check may run on a different machine than the training: a missing package is an error only there.
     if not check.elsewhere:

@@ -76,6 +76,8 @@ class RoleSpec:
     """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None: it has no such model."""
     outputs: tuple[str, ...] = ()
     """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
+    top_outputs: tuple[str, ...] = ()
+    """Columns of its most likely tokens, ids and log-probs, where an algorithm reads them."""
     trains: bool = False
     """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
@@ -152,6 +154,7 @@ TEACHER = RoleSpec(
     phase="score",
     head=VOCABULARY,
     outputs=("teacher_log_probs", "teacher_entropy"),
+    top_outputs=("teacher_top_ids", "teacher_top_log_probs"),
     need=AlgorithmNeed(
         attribute="needs_teacher",
         reason="algorithm.distillation needs a teacher",

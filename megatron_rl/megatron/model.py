@@ -36,7 +36,13 @@ from megatron_rl.megatron.layers import (
     output_layer_without_accumulation,
     require_transformer_engine,
 )
-from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.log_probs import (
+    Support,
+    TopTokens,
+    VocabularyShard,
+    vocab_parallel_log_probs,
+    vocab_parallel_top_tokens,
+)
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
@@ -255,14 +261,16 @@ class ParallelModel:
         temperature: Tensor,
         support: Support | None = None,
         rules: Sequence[RowRules] | None = None,
+        buckets: Tensor | TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over, ``rules`` the changes of logits before sampling. Collective over the
-        tensor-parallel group.
+        distribution ranges over, ``rules`` the changes of logits before sampling. With ``buckets`` a language
+        model also returns the log-probs [n, k + 1] of the k tokens [n, k] and of all others together; with
+        `TopTokens` it finds the tokens and returns them, too. Collective over the tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -287,18 +295,29 @@ class ParallelModel:
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
-        return vocab_parallel_log_probs(
-            states[index],
+        # Fewer tokens at a time would make the products too small for the device.
+        chunk = max(64, LOGITS_ELEMENTS // len(weight))
+        states = states[index]
+
+        bucket_ids = buckets
+        if isinstance(buckets, TopTokens):
+            bucket_ids = vocab_parallel_top_tokens(states, weight, shard, buckets, chunk, support, rules)
+        outputs = vocab_parallel_log_probs(
+            states,
             weight,
             targets,
             temperature,
             shard,
-            # Fewer tokens at a time would make the products too small for the device.
-            chunk=max(64, LOGITS_ELEMENTS // len(weight)),
+            chunk=chunk,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
+            bucket_ids=bucket_ids,
         )
+        if isinstance(buckets, TopTokens):
+            assert bucket_ids is not None
+            return (*outputs, bucket_ids)
+        return outputs
 
 
 def build_model(

@@ -62,6 +62,7 @@ from megatron_rl.hf.peft import add_adapters, note_base
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.megatron.log_probs import TopTokens
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
@@ -259,8 +260,14 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
 
         if spec.need is None or spec.needed(algorithm):
             for path in spec.sections(config):
-                updates = _update_count(config)
-                scorers[role_of(path)] = build_model_role(config, spec, path, updates=updates, actor=actor)
+                scorers[role_of(path)] = build_model_role(
+                    config,
+                    spec,
+                    path,
+                    updates=_update_count(config),
+                    actor=actor,
+                    top_tokens=algorithm.distillation.top_tokens if spec.top_outputs else 0,
+                )
     return scorers
 
 
@@ -288,12 +295,14 @@ def build_model_role(
     *,
     updates: int | None,
     actor: ModelRole | None = None,
+    top_tokens: int = 0,
 ) -> ModelRole:
     """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
     With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
     model, with the actor's adapters switched off, or the base of adapters of its own. ``updates`` as for
-    `build_actor`, ignored for a role that never learns in a step. Collective over the world.
+    `build_actor`, ignored for a role that never learns in a step. ``top_tokens``: number of most likely
+    tokens that it returns in place of each token. Collective over the world.
     """
     # The role's section and layout, and the model that it starts from.
     section: Any = role_sections(config)[path]
@@ -347,6 +356,12 @@ def build_model_role(
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
 
+    # Only tokens that the actor has: a teacher's embedding may have further rows.
+    top = None
+    if top_tokens:
+        vocabulary = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
+        top = TopTokens(top_tokens, vocabulary)
+
     # A scorer without columns of its own in the table, such as a teacher, has one under its name.
     outputs = spec.outputs
     if not outputs:
@@ -357,6 +372,8 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
+        top_tokens=top,
+        top_outputs=spec.top_outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import RowShard
+from megatron_rl.megatron.log_probs import TopTokens
 from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
@@ -42,6 +43,8 @@ class ModelRole:
     ``model``: the model, None on ranks outside the layout.
     ``tokens_per_microbatch``: maximum of tokens in a packed micro-batch.
     ``outputs``: per-token columns of the head's outputs, in the head's order.
+    ``top_tokens``: request for the most likely tokens of each distribution, None for no such columns.
+    ``top_outputs``: columns of their ids and log-probs.
     ``optimizer``: optimizer of the model's weights, None for a frozen role.
     ``prefix``: group of the optimizer's metrics, the name unless given.
     ``offload``: whether the model is in host memory except while the role works.
@@ -60,6 +63,8 @@ class ModelRole:
         *,
         tokens_per_microbatch: int,
         outputs: tuple[str, ...],
+        top_tokens: TopTokens | None = None,
+        top_outputs: tuple[str, ...] = (),
         optimizer: Optimizer | None = None,
         prefix: str = "",
         offload: bool = False,
@@ -73,6 +78,8 @@ class ModelRole:
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
+        self.top_tokens = top_tokens
+        self.top_outputs = top_outputs
         self.records = records
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
@@ -116,8 +123,13 @@ class ModelRole:
         shard also has the ``experts`` of every token: [n, layers, k] int16. One rank per data-parallel
         replica has rows. Collective over the role's ranks.
         """
-        micro_outputs = self.forward(batch, batch.response_mask, record=self.records is not None)
+        micro_outputs = self.forward(
+            batch, batch.response_mask, record=self.records is not None, top_tokens=self.top_tokens
+        )
         shard = self._shard(batch, micro_outputs)
+        if self.top_tokens is not None:
+            columns = {**shard.tokens, **self._top_columns(self.top_tokens.count, micro_outputs)}
+            shard = replace(shard, tokens=columns)
         if self.records is None:
             return shard
 
@@ -141,7 +153,8 @@ class ModelRole:
         outputs = [torch.zeros(0) for _ in self.outputs]
         if micro_outputs:
             # From a tuple of outputs per micro-batch to a column per output.
-            by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
+            count = len(self.outputs)
+            by_output = zip(*(micro.outputs[:count] for micro in micro_outputs), strict=True)
             columns = torch.stack([torch.cat(values) for values in by_output])
             # One copy from the device for all outputs.
             outputs = list(columns.float().cpu())
@@ -152,11 +165,24 @@ class ModelRole:
             {},
         )
 
-    def forward(self, batch: Any, select: Tensor, **options: bool) -> list[TokenScores]:
+    def _top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
+        """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
+        # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
+        ids = [torch.zeros((0, count), dtype=torch.int32)]
+        log_probs = [torch.zeros((0, count + 1))]
+        for micro in micro_outputs:
+            *_, micro_log_probs, micro_ids = micro.outputs
+            ids.append(micro_ids.int().cpu())
+            log_probs.append(micro_log_probs.float().cpu())
+
+        ids_name, log_probs_name = self.top_outputs
+        return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
+
+    def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
         """Compute the head's outputs for the ``select``-ed tokens ([N] bool) of this rank's rows.
 
-        ``options``: ``before`` and ``record`` of `megatron.schedule.forward_only`. Collective over the role's
-        ranks.
+        ``options``: ``before``, ``record`` and ``top_tokens`` of `megatron.schedule.forward_only`. Collective
+        over the role's ranks.
         """
         if self.model is None:
             return []

@@ -1,18 +1,29 @@
-"""On-policy distillation in whole runs: the same numbers in every layout, and after a resume."""
+"""On-policy distillation: the same numbers in every layout, as by brute force, and after a resume."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from test_roles import grpo, metrics
+from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms import get_algorithm, with_loss_weights
+from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model
 from tests.readme_metrics import unwritten
 
+sys.path.insert(0, str(Path(__file__).parent))
+from models import make_batch
+
+WORKER = Path(__file__).parent / "workers" / "layout_worker.py"
 COMPARED = ("kl/teacher", "policy/loss", "policy/grad_norm", "policy/entropy", "response/length")
 LEARNING = {"optimizer": {"learning_rate": 5e-3}}
 
@@ -35,10 +46,18 @@ def run(folder: Path, material: Path, **changes: Any) -> Path:
     return file
 
 
+@pytest.mark.parametrize("loss", ["reverse_kl", "top_k"])
 def test_a_student_gets_nearer_to_its_teacher_in_every_layout(
-    fork: Any, material: Path, teacher: str, tmp_path: Path
+    fork: Any, material: Path, teacher: str, tmp_path: Path, loss: str
 ) -> None:
     """One rank; tensor parallelism for both; a teacher on a rank of its own, beside a pipeline."""
+    distillation: dict[str, Any] = {"name": loss}
+    compared = COMPARED
+    written = "a run with a teacher"
+    if loss == "top_k":
+        distillation |= {"k": 5, "divergence": "jsd"}
+        compared = (*COMPARED, "distillation/loss", "distillation/teacher_rest", "distillation/actor_rest")
+        written = "a run with a teacher's most likely tokens"
     layouts = {
         "one": (1, ()),
         "tensor": (2, ("actor.layout.tensor=2",)),
@@ -46,15 +65,19 @@ def test_a_student_gets_nearer_to_its_teacher_in_every_layout(
     }
     found = {}
     for name, (ranks, overrides) in layouts.items():
-        file = run(tmp_path / name, material, algorithm={"name": "distillation", "kl": "none"})
+        file = run(
+            tmp_path / name,
+            material,
+            algorithm={"name": "distillation", "kl": "none", "distillation": distillation},
+        )
         fork("megatron_rl", ranks, "train", file, f"teacher.path={teacher}", *overrides, module=True)
         found[name] = metrics(tmp_path / name)
     first, *_, last = found["one"]
-    assert unwritten("a run with a teacher", found["one"]) == []
+    assert unwritten(written, found["one"]) == []
     assert last["kl/teacher"] < 0.95 * first["kl/teacher"]
     for name in ("tensor", "apart"):
         for mine, truth in zip(found[name], found["one"], strict=True):
-            for key in COMPARED:
+            for key in compared:
                 assert mine[key] == pytest.approx(truth[key], rel=1e-3, abs=1e-5), (name, key)
 
 
@@ -73,3 +96,90 @@ def test_beside_rewards_a_resume_changes_nothing(
         assert [mine[key] for key in (*COMPARED, "reward/mean")] == [
             truth[key] for key in (*COMPARED, "reward/mean")
         ]
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 4, "sequence_parallel": True},
+    {"tensor": 2, "context": 2, "sequence_parallel": True, "budget": 30},
+    {"context": 4},
+    {"pipeline": 2, "virtual_pipeline": 2, "budget": 30},
+    {"budget": 30},
+)
+"""Parallel sizes on four ranks; a budget of 30 tokens makes many micro-batches."""
+
+
+def with_teacher(batch: TrainBatch, model: Any, teacher: Any, k: int) -> TrainBatch:
+    """Return the batch with the most likely tokens of a dense forward pass of the teacher."""
+    log_p = next_token_log_probs(teacher, batch)
+    top = log_p[:, : model.config.vocab_size].topk(k, dim=1)
+    others = log_p.scatter(1, top.indices, -torch.inf).logsumexp(1, keepdim=True)
+    return replace(
+        batch,
+        teacher_top_ids=top.indices.int(),
+        teacher_top_log_probs=torch.cat((top.values, others), dim=1).detach().float(),
+    )
+
+
+def next_token_log_probs(model: Any, batch: TrainBatch) -> torch.Tensor:
+    """Return the distribution of each token given those before it, [N, V] float64; 0 for each first token."""
+    rows = []
+    for tokens, temperature in zip(
+        batch.tokens.split(batch.lengths.tolist()), batch.temperature.tolist(), strict=True
+    ):
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        rows.append(torch.cat((torch.zeros_like(logits[:1]), logits.log_softmax(-1))))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_gradient_of_a_divergence_is_that_of_brute_force_in_every_layout(
+    fork: Any, tmp_path: Path, divergence: str
+) -> None:
+    """The step of every tensor, on one rank against transformers in float64, on four against one."""
+    torch.manual_seed(3)
+    model = save_model("qwen2", tmp_path / "qwen2")
+    batch = make_batch(model)
+    # A teacher with more rows in its embedding, of which none is among the actor's tokens.
+    teacher = save_model("qwen2", tmp_path / "teacher", seed=7, vocab_size=model.config.vocab_size + 5)
+    batch = with_teacher(batch, model, teacher.double(), 6)
+    torch.save(batch, tmp_path / "qwen2/batch.pt")
+
+    pieces = {"distillation": {"name": "top_k", "k": 6, "divergence": divergence, "coef": 0.3, "beta": 0.2}}
+    common = {
+        "model": "qwen2",
+        "budget": 1000,
+        "algorithm": {"name": "distillation", "pieces": pieces},
+        "optimizer": {"clip_grad": 1e9},
+    }
+    for ranks, layouts in ((1, ({},)), (4, LAYOUTS)):
+        cases = [{**common, **layout, "name": f"{ranks}-{number}"} for number, layout in enumerate(layouts)]
+        (tmp_path / "plan.json").write_text(json.dumps(cases))
+        fork(WORKER, ranks, tmp_path, "plan.json", timeout=500)
+
+    # The same step by autograd through all logits: Adam's with so large an epsilon that it is the gradient.
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2", dtype=torch.float64)
+    algorithm = get_algorithm("distillation", pieces)
+    weighted = with_loss_weights(batch, algorithm)
+    log_q = next_token_log_probs(exact, batch)
+    ids = batch.teacher_top_ids.long()
+    rest = log_q.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    buckets = torch.cat((log_q.gather(1, ids), rest), dim=1)[batch.response_mask]
+    expected = batch.teacher_top_log_probs.double()[batch.response_mask]
+    token_loss = algorithm.distillation.token_loss(buckets, expected)
+    (0.3 * weighted.loss_weights[batch.response_mask] * token_loss).sum().backward()
+
+    alone = torch.load(tmp_path / "1-0.pt", weights_only=False)
+    gradients = {name: weight.grad for name, weight in exact.named_parameters() if weight.grad is not None}
+    assert alone["steps"].keys() <= gradients.keys()
+    for name, step in alone["steps"].items():
+        expected_step = -100 * gradients[name]
+        assert expected_step.any(), name
+        assert float((step - expected_step).norm() / expected_step.norm()) < 1e-3, name
+
+    for number, layout in enumerate(LAYOUTS):
+        found = torch.load(tmp_path / f"4-{number}.pt", weights_only=False)
+        assert found["values"] == pytest.approx(alone["values"], rel=1e-4, abs=1e-6), layout
+        for name, step in alone["steps"].items():
+            difference = (found["steps"][name] - step).norm() / step.norm().clamp(min=1e-4)
+            assert float(difference) < 1e-4, (layout, name)

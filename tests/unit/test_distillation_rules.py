@@ -58,6 +58,18 @@ def test_a_teacher_has_the_actors_tokens(workspace: Path) -> None:
     assert any("the teacher has another vocabulary than the model" in error for error in errors(*overrides))
 
 
+def test_no_more_tokens_are_distinguished_than_the_model_has(workspace: Path) -> None:
+    rows = json.loads((workspace / "model/config.json").read_text())["vocab_size"]
+    loss = ("algorithm.name=distillation", "teacher.path=model")
+    assert errors(*loss, f"algorithm.distillation={{name: top_k, k: {rows}}}") == []
+    (error,) = errors(*loss, f"algorithm.distillation={{name: top_k, k: {rows + 1}}}")
+    assert "algorithm.distillation.k" in error and f"at most {rows}" in error
+    (error,) = errors(*loss, "algorithm.distillation={name: top_k, divergence: kl}")
+    assert "forward_kl, reverse_kl, jsd" in error
+    (error,) = errors("algorithm.distillation=top_k")
+    assert "teacher.path" in error
+
+
 def test_a_teacher_that_nothing_reads_is_said(workspace: Path) -> None:
     report = check_config(load("config.yaml", ("teacher.path=model",)), 4, patience=0)
     assert not report.errors
