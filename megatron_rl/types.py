@@ -392,6 +392,8 @@ class Scores:
     """[N] float32, the critic's values."""
     entropy: Tensor | None = None
     """[N] float32, entropy of the old policy in nats."""
+    squared_probs: Tensor | None = None
+    """[N] float32, sum of the squared probabilities of the old policy's distribution of each token."""
     experts: Tensor | None = None
     """[N, layers, k] int16, experts of the actor's forward pass, for updates that replay the routing."""
     baseline_rewards: Tensor | None = None

@@ -44,6 +44,7 @@ from megatron_rl.algorithms.advantages import (
     GrpoPassAtK,
     NoRewards,
     Opo,
+    OptimalTokenBaseline,
     Reinforce,
     Remax,
     Rloo,
@@ -150,6 +151,11 @@ class Algorithm:
         return self.advantage.needs_greedy_baseline
 
     @property
+    def needs_squared_probs(self) -> bool:
+        """Whether the algorithm reads `Scores.squared_probs` (sum of the squared probabilities per token)."""
+        return self.advantage.needs_squared_probs
+
+    @property
     def needs_scoring_pass(self) -> tuple[str, ...]:
         """Keys of the pieces that read the actor's log-probs of a batch before its loss."""
         return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)
@@ -234,6 +240,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo_pass_at_k": GrpoPassAtK(),
     "none": NoRewards(),
     "opo": Opo(),
+    "otb": OptimalTokenBaseline(),
     "reinforce": Reinforce(),
     "remax": Remax(),
     "rloo": Rloo(),
@@ -444,6 +451,11 @@ _TABLE = (
         "opo",
         "Length-weighted optimal baseline, meant for one optimizer step per batch (exactly on policy).",
         advantage=Opo(),
+    ),
+    Algorithm(
+        "otb",
+        "Baseline of least variance at each position of the group's responses, weighted by uncertainty.",
+        advantage=OptimalTokenBaseline(),
     ),
     Algorithm(
         "gpg",

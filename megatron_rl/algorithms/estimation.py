@@ -219,6 +219,15 @@ def _advantage_inputs(
     values = scores.values
     if values is not None:
         values = values.double()
+
+    # The actor's own log-probs, also in bypass mode: the squared probabilities are of the same pass.
+    log_probs = None
+    squared_probs = None
+    if algorithm.needs_squared_probs and scores.old_log_probs is not None:
+        if scores.squared_probs is None:
+            raise ValueError("Scores.squared_probs is missing, which algorithm.advantage must know")
+        log_probs = scores.old_log_probs.double()
+        squared_probs = scores.squared_probs.double()
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -229,6 +238,8 @@ def _advantage_inputs(
         values=values,
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
+        log_probs=log_probs,
+        squared_probs=squared_probs,
     )
 
 

@@ -262,6 +262,7 @@ class ParallelModel:
         support: Support | None = None,
         rules: Sequence[RowRules] | None = None,
         buckets: Tensor | TopTokens | None = None,
+        squared_probs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
@@ -270,7 +271,8 @@ class ParallelModel:
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
         distribution ranges over, ``rules`` the changes of logits before sampling. With ``buckets`` a language
         model also returns the log-probs [n, k + 1] of the k tokens [n, k] and of all others together; with
-        `TopTokens` it finds the tokens and returns them, too. Collective over the tensor-parallel group.
+        `TopTokens` it finds the tokens and returns them, too. With ``squared_probs`` it also returns the sum
+        of the squared probabilities [n], after the entropy. Collective over the tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -314,6 +316,14 @@ class ParallelModel:
             rules=rules,
             bucket_ids=bucket_ids,
         )
+        if squared_probs:
+            # At half the temperature, probabilities q are the squares of the others, normalised:
+            # log q = 2 log p - log sum p^2.
+            sharp_log_probs, _ = vocab_parallel_log_probs(
+                states, weight, targets, temperature / 2, shard, chunk=chunk, support=support, rules=rules
+            )
+            log_probs, entropy, *others = outputs
+            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *others)
         if isinstance(buckets, TopTokens):
             assert bucket_ids is not None
             return (*outputs, bucket_ids)

@@ -49,8 +49,8 @@ class TokenScores:
     """Ids of the rows, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
-    rows, 0 where a token is not selected. Where the most likely tokens were asked for, their log-probs
-    [n, k + 1] and ids [n, k] follow."""
+    rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
+    [n], and log-probs [n, k + 1] and ids [n, k] of the most likely tokens follow."""
     experts: Tensor | None = None
     """[n, layers, k] int16 on the host: the experts that each token was routed to, where they were
     recorded."""
@@ -81,6 +81,8 @@ class MicroBatch:
     buckets: Tensor | TopTokens | None
     """[n, k] tokens whose log-probs a distillation's loss reads, or the request to find a teacher's most
     likely ones; None for neither."""
+    squared_probs: bool
+    """Whether the head returns the sum of the squared probabilities of each distribution."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
@@ -98,6 +100,7 @@ def build_microbatches(
     unit: int = 1,
     has_loss: bool = False,
     top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
@@ -106,7 +109,8 @@ def build_microbatches(
     tokens with outputs: with ``before`` from the hidden state of the preceding token, which predicts it,
     otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
     such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
-    ``top_tokens`` requests the most likely tokens of each distribution.
+    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
+    squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -132,7 +136,7 @@ def build_microbatches(
         rows: list[int] = []
         for number in units:
             rows += range(number * unit, (number + 1) * unit)
-        micros.append(_pack(model, batch, rows, select, before, has_loss, top_tokens))
+        micros.append(_pack(model, batch, rows, select, before, has_loss, top_tokens, squared_probs))
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
@@ -185,6 +189,7 @@ def _pack(
     before: bool,
     has_loss: bool,
     top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> MicroBatch:
     """Return the micro-batch of ``rows`` in host memory."""
     layout = model.groups.layout
@@ -242,6 +247,7 @@ def _pack(
         support=_support(batch, positions[selected]),
         rules=_rules(batch, rows, lengths, tokens, selected),
         buckets=buckets,
+        squared_probs=squared_probs,
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -317,19 +323,22 @@ def forward_only(
     record: bool = False,
     guard: PassGuard | None = None,
     top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` and ``top_tokens`` as in `build_microbatches`; ``record`` also returns the experts of each
-    token; ``guard`` repeats a pass that runs out of memory. Every rank of the last stage gets the outputs of
-    its data-parallel share, other ranks an empty list. Collective over the model's ranks.
+    ``before``, ``top_tokens`` and ``squared_probs`` as in `build_microbatches`; ``record`` also returns the
+    experts of each token; ``guard`` repeats a pass that runs out of memory. Every rank of the last stage gets
+    the outputs of its data-parallel share, other ranks an empty list. Collective over the model's ranks.
     """
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
     def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
-        micros, _ = build_microbatches(model, batch, tokens, select, before, top_tokens=top_tokens)
+        micros, _ = build_microbatches(
+            model, batch, tokens, select, before, top_tokens=top_tokens, squared_probs=squared_probs
+        )
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
@@ -665,6 +674,7 @@ def _forward_step(
             micro.support,
             micro.rules,
             micro.buckets,
+            micro.squared_probs,
         )
 
         # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.

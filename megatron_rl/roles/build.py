@@ -175,6 +175,7 @@ def build_roles(
     if actor is None:
         begin(f"actor from {config.model.path}")
         actor = build_actor(config, updates=_update_count(config))
+    actor.squared_probs = algorithm.needs_squared_probs
     begin("other roles")
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)

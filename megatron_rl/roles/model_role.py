@@ -51,6 +51,7 @@ class ModelRole:
     ``records``: layers and experts per token, if `infer` also returns the routing; None otherwise.
     ``initial_of``: role whose model this role runs with its adapters switched off, as a reference does.
     ``shares_base_with``: role whose base weights are also the base of this role's adapters.
+    ``squared_probs``: whether `infer` also returns the column of this name, see `Scores.squared_probs`.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
     ``guard``: guard of the passes, which measures their memory if ``measures_memory``.
     """
@@ -80,6 +81,7 @@ class ModelRole:
         self.outputs = outputs
         self.top_tokens = top_tokens
         self.top_outputs = top_outputs
+        self.squared_probs = False
         self.records = records
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
@@ -124,9 +126,16 @@ class ModelRole:
         replica has rows. Collective over the role's ranks.
         """
         micro_outputs = self.forward(
-            batch, batch.response_mask, record=self.records is not None, top_tokens=self.top_tokens
+            batch,
+            batch.response_mask,
+            record=self.records is not None,
+            top_tokens=self.top_tokens,
+            squared_probs=self.squared_probs,
         )
-        shard = self._shard(batch, micro_outputs)
+        names = self.outputs
+        if self.squared_probs:
+            names = (*names, "squared_probs")
+        shard = self._shard(batch, micro_outputs, names)
         if self.top_tokens is not None:
             columns = {**shard.tokens, **self._top_columns(self.top_tokens.count, micro_outputs)}
             shard = replace(shard, tokens=columns)
@@ -142,26 +151,30 @@ class ModelRole:
         }
         return replace(shard, tokens=columns)
 
-    def _shard(self, batch: Any, micro_outputs: list[TokenScores]) -> RowShard:
-        """Concatenate the outputs of micro-batches into a shard with the columns of this role."""
+    def _shard(
+        self,
+        batch: Any,
+        micro_outputs: list[TokenScores],
+        names: tuple[str, ...],
+    ) -> RowShard:
+        """Concatenate the first outputs of micro-batches into a shard with the columns ``names``."""
         # A rank without rows returns empty columns of the same names, as every shard must.
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],
             dtype=torch.long,
         )
 
-        outputs = [torch.zeros(0) for _ in self.outputs]
+        outputs = [torch.zeros(0) for _ in names]
         if micro_outputs:
             # From a tuple of outputs per micro-batch to a column per output.
-            count = len(self.outputs)
-            by_output = zip(*(micro.outputs[:count] for micro in micro_outputs), strict=True)
+            by_output = zip(*(micro.outputs[: len(names)] for micro in micro_outputs), strict=True)
             columns = torch.stack([torch.cat(values) for values in by_output])
             # One copy from the device for all outputs.
             outputs = list(columns.float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
-            dict(zip(self.outputs, outputs, strict=True)),
+            dict(zip(names, outputs, strict=True)),
             {},
         )
 
@@ -181,8 +194,8 @@ class ModelRole:
     def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
         """Compute the head's outputs for the ``select``-ed tokens ([N] bool) of this rank's rows.
 
-        ``options``: ``before``, ``record`` and ``top_tokens`` of `megatron.schedule.forward_only`. Collective
-        over the role's ranks.
+        ``options``: ``before``, ``record``, ``top_tokens`` and ``squared_probs`` of
+        `megatron.schedule.forward_only`. Collective over the role's ranks.
         """
         if self.model is None:
             return []
@@ -228,7 +241,7 @@ class ModelRole:
         `resident` until `step`. Collective over the role's ranks.
         """
         if self.model is None:
-            return self._shard(minibatch, []), Metrics()
+            return self._shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
         # Gradients of all micro-batches add up, since loss weights have global denominators.
@@ -246,10 +259,10 @@ class ModelRole:
 
         # Every rank of a replica has the same outputs and metrics: one of them returns them.
         if not self.is_output_rank:
-            return self._shard(minibatch, []), Metrics()
+            return self._shard(minibatch, [], self.outputs), Metrics()
         if not reads_outputs:
             micro_outputs = []
-        return self._shard(minibatch, micro_outputs), metrics
+        return self._shard(minibatch, micro_outputs, self.outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step whose gradient `accumulate` has computed.
