@@ -559,9 +559,9 @@ class OptimalTokenBaseline(Advantage):
     Example:
         The uncertain second sample moves the baseline towards its own reward.
 
-        >>> log_probs, squared_probs = torch.tensor([0.8, 0.2]).log(), torch.tensor([0.68, 0.52])
+        >>> probs, squared_probs = torch.tensor([[0.8, 0.2], [0.68, 0.52]]).double()
         >>> inputs = advantage_inputs([1.0, 0.0], group=[0, 0])
-        >>> inputs = replace(inputs, log_probs=log_probs, squared_probs=squared_probs)
+        >>> inputs = replace(inputs, log_probs=probs.log(), squared_probs=squared_probs)
         >>> [round(a, 3) for a in OptimalTokenBaseline().estimate(inputs).advantages.tolist()]
         [0.933, -0.067]
     """

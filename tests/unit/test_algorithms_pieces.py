@@ -97,14 +97,13 @@ def optimal_token_baseline(scores, rewards, lone_tail: str = "zero") -> tuple[li
     return wanted, returns
 
 
-def test_the_optimal_token_baseline_minimises_the_weighted_square_and_may_leave_a_tail():
+def test_the_optimal_token_baseline_may_leave_a_lone_tail_without_one():
     rollouts, scores = step(BATCH)
     algorithm = algorithm_of("otb", advantage={"lone_tail": "returns"})
     made, _ = build_train_batch(rollouts, scores, algorithm)
     wanted, _ = optimal_token_baseline(scores, scores.rewards.double(), "returns")
     close(made.advantages, wanted, 1e-6)
     assert wanted != optimal_token_baseline(scores, scores.rewards.double())[0]
-    # A failed row changes neither the energies nor the baseline of the others.
     with pytest.raises(ValueError, match="squared_probs"):
         build_train_batch(rollouts, replace(scores, squared_probs=None), algorithm)
 

@@ -202,8 +202,10 @@ def test_divergences_of_confident_models_are_those_of_float64(divergence: str, s
         loss = piece.token_loss(student, teacher)
         (gradient,) = torch.autograd.grad(loss.sum(), actor)
         results.append((loss.detach().double(), gradient.double()))
+    # Logits of this scale are rounded by as much.
+    tolerance = 2e-6 * max(scale, 5.0)
     for single, double in zip(*results, strict=True):
-        assert float((single - double).norm()) < 1e-5 * max(1.0, float(double.norm()))
+        assert float((single - double).norm()) < tolerance * max(1.0, float(double.norm()))
 
 
 def test_most_likely_tokens_are_those_of_the_dense_softmax() -> None:
@@ -317,7 +319,7 @@ def test_the_loss_is_added_to_that_of_rewards_with_its_coefficient(divergence: s
         p = minibatch.teacher_top_log_probs[token].double().exp().tolist()
         q = actor[minibatch.tokens[token]].exp().tolist()
         expected += weight * brute_force(divergence, 0.5, p, q)
-    assert float(loss - without) == pytest.approx(0.7 * expected, rel=1e-6)
+    assert float((loss - without).detach()) == pytest.approx(0.7 * expected, rel=1e-6)
     assert found.values()["distillation/loss"] == pytest.approx(expected, rel=1e-6)
     mask = minibatch.response_mask
     rest = float(actor[minibatch.tokens][mask][:, -1].exp().mean())

@@ -66,7 +66,7 @@ def test_no_more_tokens_are_distinguished_than_the_model_has(workspace: Path) ->
     assert "algorithm.distillation.k" in error and f"at most {rows}" in error
     (error,) = errors(*loss, "algorithm.distillation={name: top_k, divergence: kl}")
     assert "forward_kl, reverse_kl, jsd" in error
-    (error,) = errors("algorithm.distillation=top_k")
+    (error,) = errors("algorithm.distillation={name: top_k, k: 4}")
     assert "teacher.path" in error
 
 
