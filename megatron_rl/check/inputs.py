@@ -49,6 +49,7 @@ from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import (
+    TASK_TEACHERS,
     TEACHER,
     VOCABULARY,
     explicit_model_paths,
@@ -204,7 +205,7 @@ def _check_models(inputs: Inputs) -> None:
     for section, path in explicit_model_paths(config).items():
         # An error of a reward model may be about its name, which is above its path.
         key = f"{section}.path"
-        if section.startswith("reward."):
+        if spec_at(section).named:
             key = section
         if inputs.is_valid(key):
             _check_role_model(inputs, path, section)
@@ -451,8 +452,8 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
     # Roles exchange tokens as ids, so their vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
-    if spec_at(section) is TEACHER:
-        inputs.errors.extend(_teacher_token_errors(inputs, Path(path)))
+    if spec_at(section) in (TEACHER, TASK_TEACHERS):
+        inputs.errors.extend(_teacher_token_errors(inputs, Path(path), key))
         # Models of one family pad the same vocabulary to other sizes: Qwen2.5 from 7B on, for example.
         if actor_shape is not None and shape.vocab > actor_shape.vocab:
             return
@@ -468,7 +469,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
         )
 
 
-def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
+def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[UserError]:
     """Yield the error for a teacher whose tokenizer gives other ids to texts than the actor's."""
     # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
     # teacher may have further tokens.
@@ -480,7 +481,7 @@ def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
     example = different[0]
     yield UserError(
         "the teacher has another tokenizer than the model",
-        where=f"{TEACHER.section}.path",
+        where=key,
         expected=f"the {len(actor_ids)} tokens of {inputs.config.model.path} with their ids",
         got=f"{len(different)} that differ, such as {example!r}: {teacher_ids.get(example)} "
         f"in place of {actor_ids[example]}",

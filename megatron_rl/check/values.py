@@ -65,6 +65,9 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
     """Yield the error for a distillation without a teacher's checkpoint."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
+    yield from _task_teacher_errors(config)
+    if config.teacher is None and config.teachers:
+        return
     if config.teacher is None or config.teacher.path is None:
         # The actor's own model would be its teacher.
         yield requires(
@@ -74,6 +77,34 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
             got="no teacher",
             fix="set teacher.path, or algorithm.distillation=none",
         )
+
+
+def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for teachers of tasks: an invalid name, no model, or a task of two teachers."""
+    teachers_of_task: dict[str, list[str]] = {}
+    for name, teacher in config.teachers.items():
+        path = f"teachers.{name}"
+        yield from name_errors(path, name, identifier=True)
+        for task in teacher.tasks or (name,):
+            teachers_of_task.setdefault(task, []).append(name)
+        if teacher.path is None:
+            yield UserError(
+                f"`{path}` has no model",
+                where=f"{path}.path",
+                expected="a checkpoint with the actor's tokenizer",
+                got="nothing",
+                fix=f"set {path}.path",
+            )
+
+    for task, names in teachers_of_task.items():
+        if len(names) > 1:
+            yield UserError(
+                f"the task {task!r} has several teachers",
+                where=f"teachers.{names[1]}.tasks",
+                expected="one teacher for each task",
+                got=f"teachers {', '.join(names)}",
+                fix="remove the task from all but one of them",
+            )
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:

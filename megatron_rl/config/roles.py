@@ -12,12 +12,18 @@ the engine that samples, which has no Megatron model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from megatron_rl.config.sections.models import (
+    ActorConfig,
+    CriticConfig,
+    ReferenceConfig,
+    TaskTeacherConfig,
+    TeacherConfig,
+)
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import with_value
@@ -82,6 +88,8 @@ class RoleSpec:
     """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
+    by_task: bool = False
+    """Whether each model computes only the rows of its tasks, into columns that they share."""
     metric_prefix: str = ""
     """Group of its metrics; empty: its name."""
     need: AlgorithmNeed | None = None
@@ -164,6 +172,14 @@ TEACHER = RoleSpec(
     ),
     placement="split",
 )
+TASK_TEACHERS = replace(
+    TEACHER,
+    name="teachers",
+    section="teachers",
+    section_class=TaskTeacherConfig,
+    named=True,
+    by_task=True,
+)
 REWARD_MODELS = RoleSpec(
     name="reward",
     section="reward.models",
@@ -185,10 +201,19 @@ ROLLOUT = RoleSpec(
 
 # Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
 # ranks: all ranks must call collectives in the same order.
-ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODELS, ROLLOUT)
+ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, TASK_TEACHERS, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
 MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
+
+
+def teacher_of_task(config: RunConfig) -> dict[str, str]:
+    """Return the role that teaches each task with a teacher of its own: task -> ``teachers.NAME``."""
+    return {
+        task: f"{TASK_TEACHERS.name}.{name}"
+        for name, section in config.teachers.items()
+        for task in section.tasks or (name,)
+    }
 
 
 def spec_of(role: str) -> RoleSpec:

@@ -22,6 +22,7 @@ from megatron_rl.config.sections.models import (
     CriticConfig,
     ModelConfig,
     ReferenceConfig,
+    TaskTeacherConfig,
     TeacherConfig,
 )
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -412,6 +413,12 @@ class RunConfig:
         None, "The reference policy.", unset="one if the algorithm needs it"
     )
     teacher: TeacherConfig | None = setting(None, "The teacher of a distillation.", unset="none")
+    teachers: dict[str, TaskTeacherConfig] = setting(
+        {},
+        "Teachers of single tasks, by name, beside or in place of `teacher`.",
+        also_called={"verl": "distillation.teacher_models"},
+        conversion="ours has the tasks of each: NAME.tasks",
+    )
     # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
     hybrid_engine: HybridEngineConfig = setting(

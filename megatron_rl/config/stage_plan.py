@@ -69,7 +69,7 @@ _REINFORCEMENT = (
     "algorithm",
     "batch",
     "actor.optimizer",
-    *(spec.section for spec in ROLES if spec is not ACTOR and not spec.named),
+    *(spec.section for spec in ROLES if spec is not ACTOR),
     "hybrid_engine",
     "mismatch",
     "asynchrony",

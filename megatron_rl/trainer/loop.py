@@ -29,6 +29,7 @@ from megatron_rl.algorithms import (
     valid_rows,
     value_objective,
 )
+from megatron_rl.config.roles import TEACHER, section_of, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.data.mixture import TrainingPrompts
@@ -232,14 +233,69 @@ def compute_log_probs(
         roles_to_run.insert(0, roles.actor)
 
     # All roles start before any output is gathered: those on ranks of their own work at the same time.
-    shards = [role.infer(batch.rollouts) for role in roles_to_run]
+    rows_by_role = _rows_by_teacher(batch, roles, config)
+    shards: list[tuple[list[int] | None, RowShard]] = []
+    for role in roles_to_run:
+        rows = rows_by_role.get(role.name)
+        if rows is None:
+            shards.append((None, role.infer(batch.rollouts)))
+        elif rows:
+            shards.append((rows, role.infer(batch.rollouts.rows(rows))))
+
     columns: dict[str, Tensor] = {}
-    for shard in shards:
-        columns |= learners.gather_rows(shard).tokens
+    for rows, shard in shards:
+        outputs = learners.gather_rows(shard).tokens
+        if rows is None:
+            columns |= outputs
+        else:
+            _scatter_columns(columns, outputs, batch.rollouts.lengths, rows)
 
     # The remaining columns are outputs without a field in `Scores`.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
     return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
+
+
+def _rows_by_teacher(
+    batch: ScoredBatch,
+    roles: Roles,
+    config: RunConfig,
+) -> dict[str, list[int]]:
+    """Return the rows of the tasks of each teacher by its role's name; empty without teachers of tasks.
+
+    Raises UserError for a task that no teacher has.
+    """
+    teachers = teacher_of_task(config)
+    names = [name for name in roles.scorers if name == TEACHER.name or name in teachers.values()]
+    if not teachers or not names:
+        return {}
+
+    rows: dict[str, list[int]] = {section_of(name): [] for name in names}
+    for row, task in enumerate(batch.prompts.tasks):
+        section = section_of(teachers.get(task, TEACHER.name))
+        if section not in rows:
+            raise UserError(
+                f"the task {task!r} has no teacher",
+                where="teachers",
+                expected=f"a teacher for each task; they have {', '.join(sorted(teachers))}",
+                got=f"a response to {task!r}",
+                fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
+            )
+        rows[section].append(row)
+    return rows
+
+
+def _scatter_columns(
+    columns: dict[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    lengths: Tensor,
+    rows: list[int],
+) -> None:
+    """Write the outputs for some rows into columns of all rows, which are 0 where no role has written."""
+    index = token_index(lengths, torch.tensor(rows, dtype=torch.long))
+    for name, values in outputs.items():
+        if name not in columns:
+            columns[name] = values.new_zeros((int(lengths.sum()), *values.shape[1:]))
+        columns[name][index] = values
 
 
 @dataclass(frozen=True)

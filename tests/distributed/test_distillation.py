@@ -100,6 +100,55 @@ def test_beside_rewards_a_resume_changes_nothing(
         ]
 
 
+@pytest.mark.parametrize("loss", ["reverse_kl", "top_k"])
+def test_each_task_learns_from_its_own_teacher(
+    fork: Any, material: Path, teacher: str, tmp_path: Path, loss: str
+) -> None:
+    """A model under two names gives the numbers of one teacher, and other ranks those of one rank."""
+    records = [json.loads(line) for line in (material / "train.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        record["task"] = ("even", "odd", "third")[number % 3]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = str(material / "model")
+    distillation = {"name": loss, **({"k": 4} if loss == "top_k" else {})}
+    other = {"path": model, "tasks": ["odd", "third"]}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "single": (1, {"teacher": {"path": teacher}}),
+        "same": (1, {"teachers": {"even": {"path": teacher}}, "teacher": {"path": teacher}}),
+        "two": (1, {"teachers": {"even": {"path": teacher}, "other": other}}),
+        "apart": (
+            3,
+            {
+                "actor": {**LEARNING, "layout": {"tensor": 2, "ranks": [0, 1]}},
+                "teachers": {
+                    "even": {"path": teacher, "layout": {"ranks": [2]}},
+                    "other": {**other, "layout": {"pipeline": 2, "ranks": [1, 2]}},
+                },
+            },
+        ),
+    }
+    found = {}
+    for name, (ranks, changes) in runs.items():
+        algorithm = {"name": "distillation", "kl": "none", "distillation": distillation}
+        file = run(tmp_path / name, material, algorithm=algorithm, **changes)
+        fork("megatron_rl", ranks, "train", file, f"data.train={data}", module=True)
+        found[name] = metrics(tmp_path / name)
+
+    assert found["two"][0]["kl/teacher"] != pytest.approx(found["single"][0]["kl/teacher"], rel=0.05)
+    for name, truth in (("same", "single"), ("apart", "two")):
+        for mine, theirs in zip(found[name], found[truth], strict=True):
+            for key in COMPARED:
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (name, key)
+
+    # A task without a teacher is named.
+    file = run(
+        tmp_path / "none", material, algorithm={"name": "distillation"}, teachers={"even": {"path": teacher}}
+    )
+    output = fork("megatron_rl", 1, "train", file, f"data.train={data}", module=True, check=False).output
+    assert "has no teacher" in output and "teachers.NAME.tasks" in output
+
+
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "pipeline": 2},
     {"tensor": 4, "sequence_parallel": True},

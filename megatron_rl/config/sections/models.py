@@ -490,6 +490,13 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True)
+class TaskTeacherConfig(TeacherConfig):
+    """Teacher of the responses to some tasks, see `data.task_field`; `teacher` has the other tasks."""
+
+    tasks: tuple[str, ...] = setting((), "Tasks of the teacher.", unset="empty: the task of its name")
+
+
+@dataclass(frozen=True)
 class ReferenceConfig:
     """Frozen reference policy."""
 
