@@ -38,11 +38,13 @@ from megatron_rl.check.rewards import (
     check_not_hidden,
     check_reward,
     check_servers,
+    check_teacher_server,
     contained_sections,
     evaluation_set_errors,
     filter_errors,
     function_errors,
     silent_servers,
+    silent_teacher,
 )
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
@@ -255,6 +257,8 @@ def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
+    if inputs.config.teacher_server is not None:
+        errors += check_teacher_server(inputs.config.teacher_server)
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None
@@ -283,6 +287,8 @@ def _check_reward(inputs: Inputs) -> None:
         urls = rollout.server.urls
         health_path = ENGINES[rollout.engine].health_path
     inputs.warnings.extend(silent_servers(reward, urls, health_path))
+    if inputs.config.teacher_server is not None:
+        inputs.warnings.extend(silent_teacher(inputs.config.teacher_server))
 
 
 def _check_containment(inputs: Inputs) -> None:

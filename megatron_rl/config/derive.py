@@ -287,8 +287,8 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
     for spec in MODEL_ROLES:
         if spec.need is None or spec.named or not spec.needed(algorithm) or spec.sections(config):
             continue
-        # Teachers of tasks may have all tasks among them.
-        if spec is TEACHER and config.teachers:
+        # Teachers of tasks may have all tasks among them, and a server has the others.
+        if spec is TEACHER and (config.teachers or config.teacher_server is not None):
             continue
 
         reasons[f"{spec.section}.path"] = spec.need.reason.format(name=config.algorithm.name)

@@ -33,6 +33,7 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.config.setting import required, setting
 
 # Conversions from names of other projects that several keys share.
@@ -418,6 +419,13 @@ class RunConfig:
         "Teachers of single tasks, by name, beside or in place of `teacher`.",
         also_called={"verl": "distillation.teacher_models"},
         conversion="ours has the tasks of each: NAME.tasks",
+    )
+    teacher_server: TeacherServerConfig | None = setting(
+        None,
+        "A teacher behind a vLLM server, in place of `teacher`.",
+        unset="none",
+        also_called={"TRL": "teacher_model_server_url"},
+        conversion="with algorithm.distillation; ours is a section with url and model",
     )
     # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")

@@ -70,6 +70,7 @@ _REINFORCEMENT = (
     "batch",
     "actor.optimizer",
     *(spec.section for spec in ROLES if spec is not ACTOR),
+    "teacher_server",
     "hybrid_engine",
     "mismatch",
     "asynchrony",

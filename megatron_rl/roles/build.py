@@ -72,6 +72,7 @@ from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
+from megatron_rl.roles.served_teacher import ServedTeacher
 from megatron_rl.rollout.engines.base import make_engine
 from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.engines.vllm import make_tool_parser
@@ -100,6 +101,8 @@ class Roles:
     """Roles other than the actor that infer in the score phase, by name, in the order of the roles' table."""
     reward_models: tuple[RewardModel, ...] = ()
     """Rewards by frozen models."""
+    served_teacher: ServedTeacher | None = None
+    """Teacher behind a server, which infers in the score phase, too."""
     scoring_pass: bool = True
     """Whether the actor computes log-probs before its first update of a step, see `scoring_reason`."""
 
@@ -138,6 +141,8 @@ class Roles:
 
     def close(self) -> None:
         """Release the engine, and end the reward and environment processes."""
+        if self.served_teacher is not None:
+            self.served_teacher.close()
         self.reward.close()
         self.rollout.close()
 
@@ -190,6 +195,7 @@ def build_roles(
         reward,
         scorers,
         models,
+        _build_served_teacher(config, algorithm),
         needs_scoring_pass,
     )
 
@@ -197,6 +203,22 @@ def build_roles(
     for role in roles.models:
         role.residency.leave()
     return roles
+
+
+def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeacher | None:
+    """Build the client of a teacher's server, None for a run without one."""
+    if config.teacher_server is None or not algorithm.needs_teacher:
+        return None
+    top = _top_tokens(config, algorithm.distillation.top_tokens)
+    return ServedTeacher(config.teacher_server, top, longest_row(config))
+
+
+def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
+    """Return the request for a teacher's ``count`` most likely tokens, None for a count of 0."""
+    if not count:
+        return None
+    # Only tokens that the actor has: a teacher's embedding may have further rows.
+    return TopTokens(count, read_pretrained(Path(config.model.path) / "config.json").shape.vocab)
 
 
 def _show_nothing(name: str) -> None:
@@ -357,12 +379,6 @@ def build_model_role(
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
 
-    # Only tokens that the actor has: a teacher's embedding may have further rows.
-    top = None
-    if top_tokens:
-        vocabulary = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
-        top = TopTokens(top_tokens, vocabulary)
-
     # A scorer without columns of its own in the table, such as a teacher, has one under its name.
     outputs = spec.outputs
     if not outputs:
@@ -373,7 +389,7 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
-        top_tokens=top,
+        top_tokens=_top_tokens(config, top_tokens),
         top_outputs=spec.top_outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms import get_algorithm, with_loss_weights
 from megatron_rl.types import TrainBatch
+from tests.conftest import free_port
 from tests.hf_models import save_model
 from tests.readme_metrics import unwritten
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import make_batch
 
+TEACHER_SERVER = Path(__file__).with_name("teacher_server_ranks.py")
 WORKER = Path(__file__).parent / "workers" / "layout_worker.py"
 COMPARED = ("kl/teacher", "policy/loss", "policy/grad_norm", "policy/entropy", "response/length")
 LEARNING = {"optimizer": {"learning_rate": 5e-3}}
@@ -234,3 +236,25 @@ def test_the_gradient_of_a_divergence_is_that_of_brute_force_in_every_layout(
         for name, step in alone["steps"].items():
             difference = (found["steps"][name] - step).norm() / step.norm().clamp(min=1e-4)
             assert float(difference) < 1e-4, (layout, name)
+
+
+def test_a_teacher_behind_a_vllm_server_gives_the_numbers_of_one_in_the_job(
+    fork: Any, material: Path, teacher: str, tmp_path: Path
+) -> None:
+    """A run whose server is gone ends, and names it."""
+    algorithm = {"name": "distillation", "kl": "none", "distillation": {"name": "top_k", "k": 5}}
+    inside = run(tmp_path / "inside", material, algorithm=algorithm, teacher={"path": teacher}, steps=2)
+    fork("megatron_rl", 1, "train", inside, module=True)
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    server = {"url": url, "model": "big", "open_after": 2}
+    outside = run(tmp_path / "outside", material, algorithm=algorithm, teacher_server=server, steps=2)
+    output = fork(TEACHER_SERVER, 1, outside, teacher, timeout=400).output
+
+    found = metrics(tmp_path / "outside")
+    assert unwritten("a run with a teacher behind a server", found) == []
+    for mine, theirs in zip(found, metrics(tmp_path / "inside"), strict=True):
+        assert mine["teacher/failed_fraction"] == 0
+        for key in (*COMPARED, "distillation/loss", "distillation/teacher_rest"):
+            assert mine[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
+    assert "exit code without a server: 0" not in output
+    assert "the teacher's server gave no log-probs" in output and url in output
