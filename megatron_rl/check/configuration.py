@@ -61,7 +61,7 @@ from megatron_rl.check.sizes import (
     smallest_valid_world,
     with_gpu_memory,
 )
-from megatron_rl.check.stages import check_row_lengths
+from megatron_rl.check.stages import check_preference_loss, check_row_lengths
 from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
@@ -94,7 +94,7 @@ from megatron_rl.shapes.traffic import WeightTraffic
 
 _PROVIDER_KEYS = ("model.provider", "model.weights")
 
-_USER_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
+_USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
@@ -384,6 +384,8 @@ def _check_with_inputs(
         algorithm, algorithm_errors = check_algorithm(config)
         check.add(algorithm_errors)
 
+    if config.preference is not None and check.is_valid("preference.loss"):
+        check.add(check_preference_loss(config.preference.loss))
     if check.is_valid("rollout.engine"):
         check.add(check_user_engine(config.rollout.engine))
 
