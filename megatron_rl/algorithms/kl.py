@@ -328,7 +328,8 @@ class TopKDivergence(Distillation):
         # An impossible token has a log-prob of -1e30, whose product with a probability would hide the rest.
         log_q = log_probs.clamp(min=MIN_LOG_PROB)
         log_p = teacher_log_probs.clamp(min=MIN_LOG_PROB)
-        p, q = log_p.exp(), log_q.exp()
+        p = log_p.exp()
+        q = log_q.exp()
         if self.divergence == "forward_kl":
             return (p * (log_p - log_q)).sum(dim=-1)
         if self.divergence == "reverse_kl":

@@ -505,7 +505,8 @@ def _bucket_slope(
     bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
 
     # Every output subtracts the log normaliser, and so has -p times its gradient at all tokens.
-    token_gradients, rest_gradient = buckets.gradients[:, :-1], buckets.gradients[:, -1]
+    token_gradients = buckets.gradients[:, :-1]
+    rest_gradient = buckets.gradients[:, -1]
     total = log_prob_gradient + buckets.gradients.sum(dim=1)
     inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
     slope = reductions.slope(

@@ -104,7 +104,8 @@ class ServedTeacher:
             if reason is None:
                 problem = row_columns.read(reply, tokens, mask)
                 if problem is not None:
-                    reason, message = NONSENSE, problem
+                    reason = NONSENSE
+                    message = problem
             if reason is not None:
                 row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)
                 failures.append(Failure(number, reason, f"{self.config.url}: {message}"))
