@@ -96,10 +96,10 @@ class Support(NamedTuple):
 class TopTokens(NamedTuple):
     """Request for the most likely tokens of each distribution.
 
-    Example: ``TopTokens(count=64, vocabulary=151_643)``.
+    Example: ``TopTokens(tokens=64, vocabulary=151_643)``.
     """
 
-    count: int
+    tokens: int
     """Number of tokens of each distribution."""
     vocabulary: int
     """Tokens from this id on are never among them, although the model may have more."""
@@ -786,12 +786,12 @@ def vocab_parallel_top_tokens(
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
-    """Return the ids of the most likely tokens of each distribution, [n, top.count] int64, most likely first.
+    """Return the ids of the most likely tokens of each distribution, [n, top.tokens], most likely first.
 
     Arguments as for `vocab_parallel_log_probs`; without a gradient. Collective over the tensor-parallel
     group.
     """
-    local_count = min(top.count, len(weight))
+    local_count = min(top.tokens, len(weight))
     values = hidden.new_empty(
         (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
     )
@@ -806,7 +806,7 @@ def vocab_parallel_top_tokens(
     # The most likely of all are among the most likely of each shard.
     values = torch.cat(tuple(_gather(values, shard.group)), dim=1)
     ids = torch.cat(tuple(_gather(ids, shard.group)), dim=1)
-    return ids.gather(1, values.topk(top.count, dim=1).indices)
+    return ids.gather(1, values.topk(top.tokens, dim=1).indices)
 
 
 def vocab_parallel_log_probs(

@@ -298,19 +298,22 @@ class ParallelModel:
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
         # Fewer tokens at a time would make the products too small for the device.
-        chunk = max(64, LOGITS_ELEMENTS // len(weight))
+        tile_tokens = max(64, LOGITS_ELEMENTS // len(weight))
         states = states[index]
 
-        bucket_ids = buckets
         if isinstance(buckets, TopTokens):
-            bucket_ids = vocab_parallel_top_tokens(states, weight, shard, buckets, chunk, support, rules)
+            bucket_ids = vocab_parallel_top_tokens(
+                states, weight, shard, buckets, tile_tokens, support, rules
+            )
+        else:
+            bucket_ids = buckets
         outputs = vocab_parallel_log_probs(
             states,
             weight,
             targets,
             temperature,
             shard,
-            chunk=chunk,
+            chunk=tile_tokens,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
@@ -320,7 +323,14 @@ class ParallelModel:
             # At half the temperature, probabilities q are the squares of the others, normalised:
             # log q = 2 log p - log sum p^2.
             sharp_log_probs, _ = vocab_parallel_log_probs(
-                states, weight, targets, temperature / 2, shard, chunk=chunk, support=support, rules=rules
+                states,
+                weight,
+                targets,
+                temperature / 2,
+                shard,
+                chunk=tile_tokens,
+                support=support,
+                rules=rules,
             )
             log_probs, entropy, *others = outputs
             outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *others)

@@ -137,7 +137,7 @@ class ModelRole:
             names = (*names, "squared_probs")
         shard = self._shard(batch, micro_outputs, names)
         if self.top_tokens is not None:
-            columns = {**shard.tokens, **self._top_columns(self.top_tokens.count, micro_outputs)}
+            columns = {**shard.tokens, **self._top_columns(self.top_tokens.tokens, micro_outputs)}
             shard = replace(shard, tokens=columns)
         if self.records is None:
             return shard

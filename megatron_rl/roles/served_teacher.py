@@ -68,7 +68,7 @@ class ServedTeacher:
         self.top_tokens = top_tokens
         count = 1
         if top_tokens is not None:
-            count += top_tokens.count
+            count += top_tokens.tokens
         self._server = Server(
             config,
             config.url.rstrip("/") + "/completions",
@@ -120,7 +120,7 @@ class ServedTeacher:
         """Return the request for one row."""
         count = 0
         if self.top_tokens is not None:
-            count = self.top_tokens.count
+            count = self.top_tokens.tokens
         # One token has to be generated; the row's own log-probs are those of the prompt.
         return {
             "model": self.config.model,
@@ -149,7 +149,7 @@ class _RowColumns:
         self._top_tokens = top_tokens
         self.tensors = {"teacher_log_probs": torch.zeros(length)}
         if top_tokens is not None:
-            count = top_tokens.count
+            count = top_tokens.tokens
             self.tensors["teacher_top_ids"] = torch.zeros((length, count), dtype=torch.int32)
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 

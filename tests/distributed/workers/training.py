@@ -108,7 +108,7 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     for micro_batch in (micro_batch for outputs in gathered for micro_batch in outputs):
         lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
         for row, row_log_probs, row_entropy in zip(
-            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs), strict=True
+            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs[:2]), strict=True
         ):
             log_probs[starts[row] : starts[row + 1]] = row_log_probs
             entropy[starts[row] : starts[row + 1]] = row_entropy
