@@ -47,6 +47,7 @@ class AlgorithmConfig:
                 "reinforce_plus_plus": "reinforce_pp",
                 "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
                 "grpo_passk": "grpo_pass_at_k",
+                "optimal_token_baseline": "otb",
             },
             "advantage_estimator": {
                 "gae": "ppo",
