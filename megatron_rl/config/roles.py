@@ -28,7 +28,9 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import with_value
 
-RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | RewardModelConfig
+RoleConfig = (
+    ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | TaskTeacherConfig | RewardModelConfig
+)
 
 # Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
