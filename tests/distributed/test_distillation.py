@@ -168,12 +168,13 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def with_teacher(batch: TrainBatch, model: Any, teacher: Any, k: int) -> TrainBatch:
-    """Return the batch with the most likely tokens of a dense forward pass of the teacher."""
+    """Return the batch without advantages, with the most likely tokens of a dense pass of the teacher."""
     log_p = next_token_log_probs(teacher, batch)
     top = log_p[:, : model.config.vocab_size].topk(k, dim=1)
     others = log_p.scatter(1, top.indices, -torch.inf).logsumexp(1, keepdim=True)
     return replace(
         batch,
+        advantages=torch.zeros(len(batch.tokens)),
         teacher_top_ids=top.indices.int(),
         teacher_top_log_probs=torch.cat((top.values, others), dim=1).detach().float(),
     )
