@@ -286,6 +286,16 @@ def _rows_by_teacher(
     if not teachers or not names:
         return {}
 
+    # A script with its own step may score rows without their prompts.
+    if len(batch.prompts) != len(batch.rollouts):
+        raise UserError(
+            "teachers of tasks need the prompts of the rows",
+            where="teachers",
+            expected=f"{len(batch.rollouts)} prompts",
+            got=f"{len(batch.prompts)}",
+            fix="score rows with their prompts, or use one `teacher`",
+        )
+
     rows: dict[str, list[int]] = {section_of(name): [] for name in names}
     for row, task in enumerate(batch.prompts.tasks):
         section = section_of(teachers.get(task, other_tasks))

@@ -99,6 +99,13 @@ def test_tasks_have_the_teacher_that_names_them(workspace: Path) -> None:
     assert teacher_of_task(config) == {"math": "teachers.math", "c": "teachers.code", "d": "teachers.code"}
 
 
+def test_a_server_that_gets_no_requests_is_said(workspace: Path) -> None:
+    section = "teacher_server={url: 'http://127.0.0.1:9/v1', model: big}"
+    report = check_config(load("config.yaml", (section,)), 4, patience=0)
+    assert not report.errors
+    assert any("the teacher's server gets no requests" in str(item) for item in report.warnings)
+
+
 def test_a_teacher_that_nothing_reads_is_said(workspace: Path) -> None:
     report = check_config(load("config.yaml", ("teacher.path=model",)), 4, patience=0)
     assert not report.errors
