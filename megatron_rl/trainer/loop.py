@@ -277,13 +277,16 @@ def _rows_by_teacher(
 
     Raises UserError for a task that no teacher has.
     """
+    if not config.teachers:
+        return {}
     teachers = teacher_of_task(config)
     names = [name for name in roles.scorers if name == TEACHER.name or name in teachers.values()]
     other_tasks = TEACHER.name
     if roles.served_teacher is not None:
         other_tasks = roles.served_teacher.name
         names.append(other_tasks)
-    if not teachers or not names:
+    # The algorithm may use none of them.
+    if not names:
         return {}
 
     # A script with its own step may score rows without their prompts.
