@@ -60,7 +60,8 @@ def main(path: str, model: str) -> None:
         assert train_apart(path) == 0, "the run with a server has failed"
     finally:
         os.killpg(server, signal.SIGKILL)
-    code = train_apart(path, f"run_dir={config.run_dir}_alone", "teacher_server.retries=0")
+    settings = ("teacher_server.retries=0", "reward.invalid_steps=2")
+    code = train_apart(path, f"run_dir={config.run_dir}_alone", *settings)
     print(f"exit code without a server: {code}")
 
 
