@@ -385,10 +385,16 @@ class Scores:
     """[N] float32, the reference policy's log-probs."""
     teacher_log_probs: Tensor | None = None
     """[N] float32, the log-probs of a distillation's teacher."""
+    teacher_top_ids: Tensor | None = None
+    """[N, k] int32, the teacher's k most likely tokens in place of each token, -1 for none."""
+    teacher_top_log_probs: Tensor | None = None
+    """[N, k + 1] float32, the teacher's log-probs of these tokens, and of all other tokens together."""
     values: Tensor | None = None
     """[N] float32, the critic's values."""
     entropy: Tensor | None = None
     """[N] float32, entropy of the old policy in nats."""
+    squared_probs: Tensor | None = None
+    """[N] float32, sum of the squared probabilities of the old policy's distribution of each token."""
     experts: Tensor | None = None
     """[N, layers, k] int16, experts of the actor's forward pass, for updates that replay the routing."""
     baseline_rewards: Tensor | None = None
@@ -432,6 +438,10 @@ class TrainBatch(_Rows):
     """[N] float32, importance weights of the rollout-to-trainer mismatch."""
     ref_log_probs: Tensor | None = None
     """[N] float32, the reference policy's log-probs."""
+    teacher_top_ids: Tensor | None = None
+    """[N, k] int32, as in `Scores`."""
+    teacher_top_log_probs: Tensor | None = None
+    """[N, k + 1] float32, as in `Scores`."""
     old_values: Tensor | None = None
     """[N] float32, the critic's values before the step's first update."""
     value_weights: Tensor | None = None
@@ -460,7 +470,7 @@ class TrainBatch(_Rows):
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
-        "policy_mask", "nll_weights", "support_sizes", "experts",
+        "policy_mask", "nll_weights", "support_sizes", "experts", "teacher_top_ids", "teacher_top_log_probs",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")

@@ -58,6 +58,10 @@ class AdvantageInputs:
     """[B], reward of a greedy response to the row's prompt, shaped as ``rewards`` are."""
     components: Mapping[str, Tensor]
     """Name -> [B], the reward's components, without shaping."""
+    log_probs: Tensor | None = None
+    """[N], the actor's log-probs before its first update."""
+    squared_probs: Tensor | None = None
+    """[N], sum of the squared probabilities of the actor's distribution of each token."""
 
     @property
     def response_lengths(self) -> Tensor:
@@ -99,9 +103,15 @@ class Advantage(Piece, ABC):
 
     needs_critic: ClassVar[bool] = False
     needs_greedy_baseline: ClassVar[bool] = False
+    needs_squared_probs: ClassVar[bool] = False
     compares_samples: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
     learns_from_rewards: ClassVar[bool] = True
+
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Whether the advantages depend on the actor's distributions, which precede the loss then."""
+        return self.needs_squared_probs
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
@@ -533,6 +543,77 @@ class Remax(Advantage):
             advantages=torch.where(inputs.mask, returns - baseline, 0),
             returns=returns,
         )
+
+
+@dataclass(frozen=True)
+class OptimalTokenBaseline(Advantage):
+    """Rewards to go minus, at each position, the baseline of least variance over the prompt's samples.
+
+    ``A_t = G_t - B_t`` with ``B_t = sum_i W_t^i G_t^i / sum_i W_t^i`` over the valid samples of the prompt
+    that have a t-th response token. The energy ``W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)`` stands for
+    the squared norm of the gradient of the response so far: each term is the squared norm of the token's
+    gradient with respect to its logits, with its probability p_j. A sample alone with its prompt has no
+    baseline: ``A = G``. The returns are G.
+
+    Source: The Optimal Token Baseline, arXiv:2602.07078; singleton rule and ``lone_tail`` from verl.
+
+    Example:
+        The uncertain second sample moves the baseline towards its own reward.
+
+        >>> probs, squared_probs = torch.tensor([[0.8, 0.2], [0.68, 0.52]]).double()
+        >>> inputs = advantage_inputs([1.0, 0.0], group=[0, 0])
+        >>> inputs = replace(inputs, log_probs=probs.log(), squared_probs=squared_probs)
+        >>> [round(a, 3) for a in OptimalTokenBaseline().estimate(inputs).advantages.tolist()]
+        [0.933, -0.067]
+    """
+
+    lone_tail: str = setting(
+        "zero",
+        "Advantage of the tokens of a prompt's longest response that are beyond all others: zero, as their "
+        "own baseline, or the rewards to go.",
+        choices=("zero", "returns"),
+    )
+
+    needs_squared_probs: ClassVar[bool] = True
+    compares_samples: ClassVar[bool] = True
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute advantages and returns; raise ValueError without the actor's distributions."""
+        if inputs.log_probs is None or inputs.squared_probs is None:
+            raise ValueError("the optimal token baseline needs Scores.squared_probs and old_log_probs")
+        mask = inputs.mask
+        returns = discounted_returns(inputs.token_rewards, mask, inputs.lengths, gamma=1.0)
+
+        # Compact the response tokens: index within the response, and the energy up to each.
+        lengths = inputs.response_lengths.long()
+        starts = lengths.cumsum(0) - lengths
+        first = ragged.broadcast_rows(starts, lengths)
+        index = torch.arange(len(first)) - first
+        token_energy = (1 - 2 * inputs.log_probs.exp() + inputs.squared_probs)[mask].clamp(min=0)
+        total = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
+        energy = total[1:] - total[first]
+
+        # Weighted mean of the returns at each index of each prompt's responses.
+        dense, group_count = ragged.dense_groups(inputs.group)
+        group = ragged.broadcast_rows(dense, lengths)
+        longest = int(lengths.max()) if len(lengths) else 0
+        slot = group * longest + index
+        zeros = energy.new_zeros(group_count * longest)
+        weights = zeros.index_add(0, slot, energy)
+        weighted_returns = zeros.index_add(0, slot, energy * returns[mask])
+        # Without energy there is no gradient, and the baseline does not matter.
+        baseline = (weighted_returns / weights.clamp(min=1e-8))[slot]
+
+        # Samples of the prompt, and those that have a token at this index.
+        sample_count = energy.new_zeros(group_count).index_add(0, dense, (lengths > 0).to(energy.dtype))
+        has_baseline = sample_count[group] > 1
+        if self.lone_tail == "returns":
+            token_count = zeros.index_add(0, slot, torch.ones_like(energy))
+            has_baseline = has_baseline & (token_count[slot] > 1)
+
+        advantages = torch.zeros_like(returns)
+        advantages[mask] = returns[mask] - torch.where(has_baseline, baseline, 0)
+        return Advantages(advantages, returns)
 
 
 @dataclass(frozen=True)

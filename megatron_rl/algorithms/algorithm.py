@@ -44,6 +44,7 @@ from megatron_rl.algorithms.advantages import (
     GrpoPassAtK,
     NoRewards,
     Opo,
+    OptimalTokenBaseline,
     Reinforce,
     Remax,
     Rloo,
@@ -66,6 +67,7 @@ from megatron_rl.algorithms.kl import (
     NoDistillation,
     NoKl,
     ReverseKl,
+    TopKDivergence,
 )
 from megatron_rl.algorithms.losses import (
     Cispo,
@@ -147,6 +149,11 @@ class Algorithm:
     def needs_greedy_baseline(self) -> bool:
         """Whether the algorithm reads `Scores.baseline_rewards` (reward of a greedy response per prompt)."""
         return self.advantage.needs_greedy_baseline
+
+    @property
+    def needs_squared_probs(self) -> bool:
+        """Whether the algorithm reads `Scores.squared_probs` (sum of the squared probabilities per token)."""
+        return self.advantage.needs_squared_probs
 
     @property
     def needs_scoring_pass(self) -> tuple[str, ...]:
@@ -233,6 +240,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo_pass_at_k": GrpoPassAtK(),
     "none": NoRewards(),
     "opo": Opo(),
+    "otb": OptimalTokenBaseline(),
     "reinforce": Reinforce(),
     "remax": Remax(),
     "rloo": Rloo(),
@@ -358,7 +366,7 @@ KINDS: dict[str, Kind] = {
     ),
     "distillation": Kind(
         base=Distillation,
-        named={"none": NoDistillation(), "reverse_kl": ReverseKl()},
+        named={"none": NoDistillation(), "reverse_kl": ReverseKl(), "top_k": TopKDivergence()},
         method="estimate",
         arguments=("log_probs", "teacher_log_probs"),
     ),
@@ -443,6 +451,11 @@ _TABLE = (
         "opo",
         "Length-weighted optimal baseline, meant for one optimizer step per batch (exactly on policy).",
         advantage=Opo(),
+    ),
+    Algorithm(
+        "otb",
+        "Baseline of least variance at each position of the group's responses, weighted by uncertainty.",
+        advantage=OptimalTokenBaseline(),
     ),
     Algorithm(
         "gpg",

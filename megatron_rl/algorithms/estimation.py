@@ -68,10 +68,8 @@ def build_train_batch(
     inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
     correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
-    if algorithm.needs_teacher:
-        term, teacher_metrics = _distill(scores, algorithm, valid_mask, old_log_probs)
-        advantages = advantages + term
-        metrics += teacher_metrics
+    if algorithm.needs_teacher and not algorithm.distillation.top_tokens:
+        advantages = advantages + _teacher_term(scores, algorithm, valid_mask, old_log_probs)
     if algorithm.overlong.filter:
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
@@ -91,6 +89,8 @@ def build_train_batch(
         old_log_probs=old_log_probs,
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
+        teacher_top_ids=scores.teacher_top_ids,
+        teacher_top_log_probs=scores.teacher_top_log_probs,
         old_values=scores.values,
         policy_mask=policy_mask,
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
@@ -148,10 +148,10 @@ def old_policy_metrics(
     algorithm: Algorithm,
     state: AlgorithmState,
 ) -> Metrics:
-    """Compute ``mismatch/*`` and, with a reference policy's log-probs, ``kl/ref`` and ``kl/coef``.
+    """Compute ``mismatch/*``, and the KL to a reference policy and to a teacher where they are.
 
-    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` compares the old policy of
-    `old_policy_log_probs` with the reference.
+    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` and ``kl/teacher`` compare
+    the old policy of `old_policy_log_probs` with the reference and with the teacher.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
@@ -161,13 +161,18 @@ def old_policy_metrics(
 
     metrics = mismatch_metrics(scores.old_log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
+    log_probs = old_policy_log_probs(rollouts, scores, algorithm)
+    assert log_probs is not None
     if scores.ref_log_probs is not None:
-        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
-        assert log_probs is not None
         kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
         # Sum in float64: a float32 sum over a long batch loses terms near 0.
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
+
+    # k1 estimate of KL(actor || teacher), whatever the coefficient of the distillation.
+    if algorithm.needs_teacher and scores.teacher_log_probs is not None:
+        difference = (log_probs.double() - scores.teacher_log_probs.double())[mask]
+        metrics += Metrics.mean("kl/teacher", float(difference.sum()), count)
     return metrics
 
 
@@ -216,6 +221,15 @@ def _advantage_inputs(
     values = scores.values
     if values is not None:
         values = values.double()
+
+    # The actor's own log-probs, also in bypass mode: the squared probabilities are of the same pass.
+    log_probs = None
+    squared_probs = None
+    if algorithm.needs_squared_probs and scores.old_log_probs is not None:
+        if scores.squared_probs is None:
+            raise ValueError("Scores.squared_probs is missing, which algorithm.advantage must know")
+        log_probs = scores.old_log_probs.double()
+        squared_probs = scores.squared_probs.double()
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -226,6 +240,8 @@ def _advantage_inputs(
         values=values,
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
+        log_probs=log_probs,
+        squared_probs=squared_probs,
     )
 
 
@@ -285,23 +301,18 @@ def _correct(
     return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
 
-def _distill(
+def _teacher_term(
     scores: Scores,
     algorithm: Algorithm,
     mask: Tensor,
     old_log_probs: Tensor | None,
-) -> tuple[Tensor, Metrics]:
-    """Compute the teacher's term in the advantages [N], 0 outside the mask, and the mean reverse KL."""
+) -> Tensor:
+    """Compute the teacher's term in the advantages [N], 0 outside the mask."""
     if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
-    log_probs = old_log_probs.double()
-    teacher_log_probs = scores.teacher_log_probs.double()
-    term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
-
-    # The metric is the k1 estimate of KL(actor || teacher), without the coefficient of the term.
-    difference = (log_probs - teacher_log_probs)[mask]
-    return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))
+    term = algorithm.distillation(old_log_probs.double(), scores.teacher_log_probs.double())
+    return torch.where(mask, term, 0)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,27 @@ def get_algorithm(
     return algorithm
 
 
+def preference_function(loss: str, key: str) -> Any:
+    """Return the user's preference loss at a path, None for the name of a loss.
+
+    Raises UserError for a path that is no function of one argument.
+    """
+    if ":" not in loss:
+        return None
+
+    function = load_path(loss, key)
+    if not callable(function) or isinstance(function, type):
+        raise UserError(
+            f"{loss} is not a function",
+            where=key,
+            expected="a function(pairs), which returns one number per pair",
+            got=f"{loss}, of type {type(function).__name__}",
+            fix="write def NAME(pairs): ... and name that",
+        )
+    _check_call(function, ("pairs",), f"{loss}(pairs)", key)
+    return function
+
+
 def _load_algorithm(name: str) -> Algorithm:
     """Return the algorithm of a name or path; raise UserError for any other value."""
     key = "algorithm.name"

@@ -6,6 +6,7 @@ chosen then rejected, with loss weights of ``seq-mean-token-sum``; a pair is nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,33 @@ from torch.nn.functional import logsigmoid
 
 from megatron_rl.algorithms.objectives import mask_tokens
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class PreferencePairs:
+    """Log-probs of P pairs of responses, as a user's preference loss reads them.
+
+    Example: DPO is ``-logsigmoid(pairs.beta * (pairs.chosen - pairs.ref_chosen - pairs.rejected +
+    pairs.ref_rejected))``.
+    """
+
+    chosen: Tensor
+    """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
+    rejected: Tensor
+    """[P], the same of the other responses."""
+    ref_chosen: Tensor
+    """[P], the reference's log-probs of the preferred responses."""
+    ref_rejected: Tensor
+    """[P], the same of the other responses."""
+    chosen_tokens: Tensor
+    """[P], number of response tokens of the preferred responses."""
+    rejected_tokens: Tensor
+    """[P], the same of the other responses."""
+    beta: float
+    """The setting `preference.beta`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,8 @@ class PreferenceSettings:
     """SimPO's gamma (arXiv:2405.14734; 0.5 in its authors' code)."""
     sft_coef: float = 0.0
     """Weight of the chosen response's mean negative log-likelihood, added to the loss."""
+    function: Callable[[PreferencePairs], Tensor] | None = None
+    """A user's loss per pair [P], in place of that of ``kind``."""
 
 
 def bradley_terry_loss(
@@ -157,15 +185,28 @@ def dpo_objective(
         if per_token:
             ref_row_log_probs = ref_row_log_probs / token_counts
         ref_chosen, ref_rejected = _split_pairs(ref_row_log_probs)
-        loss = dpo_loss(
-            chosen_log_probs,
-            rejected_log_probs,
-            ref_chosen,
-            ref_rejected,
-            beta=settings.beta,
-            kind=settings.kind,
-            label_smoothing=settings.label_smoothing,
-        )
+        if settings.function is not None:
+            chosen_tokens, rejected_tokens = _split_pairs(token_counts)
+            pairs = PreferencePairs(
+                chosen_log_probs,
+                rejected_log_probs,
+                ref_chosen,
+                ref_rejected,
+                chosen_tokens,
+                rejected_tokens,
+                settings.beta,
+            )
+            loss = _users_loss(settings.function, pairs)
+        else:
+            loss = dpo_loss(
+                chosen_log_probs,
+                rejected_log_probs,
+                ref_chosen,
+                ref_rejected,
+                beta=settings.beta,
+                kind=settings.kind,
+                label_smoothing=settings.label_smoothing,
+            )
         # DPO's implicit rewards, for the metrics.
         chosen_rewards = settings.beta * (chosen_log_probs - ref_chosen).detach()
         rejected_rewards = settings.beta * (rejected_log_probs - ref_rejected).detach()
@@ -180,6 +221,22 @@ def dpo_objective(
         total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
 
     return total, _pair_metrics("dpo", total, weights, chosen_rewards, rejected_rewards)
+
+
+def _users_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
+    """Call a user's loss; raise UserError unless it returns one number per pair."""
+    loss = function(pairs)
+    # A scalar would broadcast in the weighted sum and give a wrong gradient without an error.
+    if getattr(loss, "shape", None) != pairs.chosen.shape:
+        got = f"{type(loss).__name__} of shape {list(getattr(loss, 'shape', ()))}"
+        raise UserError(
+            "the preference loss returned a value of the wrong form",
+            where="preference.loss",
+            expected=f"a tensor with one number per pair, [{len(pairs.chosen)}]",
+            got=got,
+            fix="return the loss of each pair, neither summed nor averaged",
+        )
+    return loss
 
 
 def reward_model_objective(

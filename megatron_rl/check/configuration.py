@@ -56,11 +56,12 @@ from megatron_rl.check.sizes import (
     check_lengths,
     check_memory,
     check_memory_target,
+    check_top_tokens,
     check_world,
     smallest_valid_world,
     with_gpu_memory,
 )
-from megatron_rl.check.stages import check_row_lengths
+from megatron_rl.check.stages import check_preference_loss, check_row_lengths
 from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
@@ -94,7 +95,7 @@ from megatron_rl.shapes.traffic import WeightTraffic
 _PROVIDER_KEYS = ("model.provider", "model.weights")
 """Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
 
-_USER_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
+_USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
@@ -386,6 +387,8 @@ def _check_with_inputs(
         algorithm, algorithm_errors = check_algorithm(config)
         check.add(algorithm_errors)
 
+    if config.preference is not None and check.is_valid("preference.loss"):
+        check.add(check_preference_loss(config.preference.loss))
     if check.is_valid("rollout.engine"):
         check.add(check_user_engine(config.rollout.engine))
 
@@ -398,6 +401,8 @@ def _check_with_inputs(
 
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
+    if algorithm is not None and inputs.shape is not None:
+        check.add(check_top_tokens(algorithm, inputs.shape))
     check.add(logging_errors(config))
     # The check may run on a different machine than the training: a missing package is an error only there.
     if not check.elsewhere:

@@ -38,17 +38,20 @@ from megatron_rl.check.rewards import (
     check_not_hidden,
     check_reward,
     check_servers,
+    check_teacher_server,
     contained_sections,
     evaluation_set_errors,
     filter_errors,
     function_errors,
     silent_servers,
+    silent_teacher,
 )
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import (
+    TASK_TEACHERS,
     TEACHER,
     VOCABULARY,
     explicit_model_paths,
@@ -204,7 +207,7 @@ def _check_models(inputs: Inputs) -> None:
     for section, path in explicit_model_paths(config).items():
         # An error of a reward model may be about its name, which is above its path.
         key = f"{section}.path"
-        if section.startswith("reward."):
+        if spec_at(section).named:
             key = section
         if inputs.is_valid(key):
             _check_role_model(inputs, path, section)
@@ -254,6 +257,8 @@ def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
+    if inputs.config.teacher_server is not None:
+        errors += check_teacher_server(inputs.config.teacher_server)
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None
@@ -282,6 +287,8 @@ def _check_reward(inputs: Inputs) -> None:
         urls = rollout.server.urls
         health_path = ENGINES[rollout.engine].health_path
     inputs.warnings.extend(silent_servers(reward, urls, health_path))
+    if inputs.config.teacher_server is not None:
+        inputs.warnings.extend(silent_teacher(inputs.config.teacher_server))
 
 
 def _check_containment(inputs: Inputs) -> None:
@@ -453,8 +460,8 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
     # Roles exchange tokens as ids, so their vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
-    if spec_at(section) is TEACHER:
-        inputs.errors.extend(_teacher_token_errors(inputs, Path(path)))
+    if spec_at(section) in (TEACHER, TASK_TEACHERS):
+        inputs.errors.extend(_teacher_token_errors(inputs, Path(path), key))
         # Models of one family pad the same vocabulary to other sizes: Qwen2.5 from 7B on, for example.
         if actor_shape is not None and shape.vocab > actor_shape.vocab:
             return
@@ -470,7 +477,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
         )
 
 
-def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
+def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[UserError]:
     """Yield the error for a teacher whose tokenizer has different ids for the actor's tokens."""
     # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
     # teacher may have further tokens.
@@ -482,7 +489,7 @@ def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
     example = different[0]
     yield UserError(
         "the teacher and the model have different tokenizers",
-        where=f"{TEACHER.section}.path",
+        where=key,
         expected=f"the {len(actor_ids)} tokens of {inputs.config.model.path} with their ids",
         got=f"{len(different)} that differ, such as {example!r}: {teacher_ids.get(example)} "
         f"in place of {actor_ids[example]}",

@@ -30,7 +30,14 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.filters import FILTER_KEY
-from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
+from megatron_rl.config.sections.rewards import (
+    SENDABLE_PARTS,
+    JudgeConfig,
+    RewardConfig,
+    RewardServerConfig,
+    ServerConfig,
+)
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.error_forms import out_of_range, requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
@@ -454,15 +461,40 @@ def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerCon
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
     """Yield the errors for the servers' settings, without sending a request."""
     for section, config in _reward_servers(reward):
-        yield from _url_errors(f"{section}.url", config.url)
-        for header, variable in config.headers.items():
-            yield from _header_errors(f"{section}.headers", header)
-            yield from _variable_errors(f"{section}.headers", variable)
+        yield from check_server(section, config)
 
     if reward.http is not None:
         yield from _sends_errors(reward.http.sends)
     if reward.judge is not None:
         yield from _judge_errors(reward.judge)
+
+
+def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
+    """Yield the errors for the settings of a teacher's server, without sending a request."""
+    yield from check_server("teacher_server", config)
+    if config.key_from is not None:
+        yield from _variable_errors("teacher_server.key_from", config.key_from)
+
+
+def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
+    """Yield a warning about a teacher's server that does not respond now."""
+    (problem,) = _request_all([(config.url, None)])
+    if problem is not None:
+        yield UserError(
+            "the teacher's server does not answer now",
+            where="teacher_server.url",
+            expected="an answer of any kind",
+            got=problem,
+            fix="start it before the run, or correct the address",
+        )
+
+
+def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
+    """Yield the errors for the address and the headers of a server, without sending a request."""
+    yield from _url_errors(f"{section}.url", config.url)
+    for header, variable in config.headers.items():
+        yield from _header_errors(f"{section}.headers", header)
+        yield from _variable_errors(f"{section}.headers", variable)
 
 
 def _url_errors(path: str, url: str) -> Iterator[UserError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.budget import PHASES, RankMemory, checkpoint_memory
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import longest_row, smallest_world
@@ -96,6 +97,18 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
             fix=f"lower {key} or data.max_prompt_tokens, together by {excess} tokens",
+        )
+
+
+def check_top_tokens(algorithm: Algorithm, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the error for a distillation over more tokens than the actor's vocabulary has."""
+    count = algorithm.distillation.top_tokens
+    if count > shape.vocab:
+        yield out_of_range(
+            "algorithm.distillation.k",
+            count,
+            f"at most {shape.vocab}, the tokens of the model",
+            fix="64 tokens usually have nearly all of the teacher's probability",
         )
 
 

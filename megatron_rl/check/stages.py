@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.records import source_text
 from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, single_errors
 from megatron_rl.shapes.model import ModelShape
 
 SMOOTHED = ("sigmoid", "robust")
@@ -139,6 +140,14 @@ def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
             got=f"{records_per_step} {settings.UNIT}s per step, {records} in {source_text(settings.data)}",
             fix=f"lower {path}, or add data: records would repeat within a step",
         )
+
+
+def check_preference_loss(loss: str) -> Iterator[UserError]:
+    """Yield the error for a user's preference loss that cannot be loaded or called."""
+    try:
+        preference_function(loss, "preference.loss")
+    except UserError as error:
+        yield from single_errors(error)
 
 
 def unused_settings(config: RunConfig) -> Iterator[UserError]:

@@ -81,6 +81,7 @@ def check_warnings(
     warnings += _network_warnings(config, layouts, shape)
     if algorithm is not None:
         warnings += _unneeded_role_warnings(config, algorithm)
+        warnings += _unused_server_warnings(config, algorithm)
     warnings += untried_settings(config)
     return warnings
 
@@ -358,6 +359,17 @@ def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
                 got=f"algorithm {config.algorithm.name} {reason}",
                 fix=f"remove `{path}`, or {spec.need.choice}",
             )
+
+
+def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning for a teacher's server that the algorithm does not use."""
+    if config.teacher_server is not None and not algorithm.needs_teacher:
+        yield UserError(
+            "the teacher's server gets no requests, since the algorithm does not use it",
+            where="teacher_server",
+            got=f"algorithm {config.algorithm.name} without a distillation",
+            fix="remove `teacher_server`, or set algorithm.distillation=reverse_kl",
+        )
 
 
 def untried_settings(config: RunConfig) -> Iterator[UserError]:

@@ -45,7 +45,10 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "data": ("Data and batches", ("data", "batch")),
     "algorithm": ("Algorithm", ("algorithm",)),
     "pieces": ("Pieces of an algorithm", ()),
-    "roles": ("Actor, critic, reference, teacher", ("actor", "critic", "reference", "teacher")),
+    "roles": (
+        "Actor, critic, reference, teacher",
+        ("actor", "critic", "reference", "teacher", "teachers", "teacher_server"),
+    ),
     "rollout": ("Rollout", ("rollout",)),
     "reward": ("Reward", ("reward",)),
     "stages": ("Stages before the first step", ("sft", "preference")),

@@ -23,7 +23,7 @@ from megatron_rl.config.placement import (
     with_best_rank_order,
     with_ranks,
 )
-from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
+from megatron_rl.config.roles import MODEL_ROLES, NUMBER, TEACHER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, CheckpointConfig, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.response_limits import largest_limit
@@ -285,7 +285,10 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
     """Add a default section for each role that ``algorithm`` needs and ``config`` does not have."""
     for spec in MODEL_ROLES:
-        if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
+        if spec.need is None or spec.named or not spec.needed(algorithm) or spec.sections(config):
+            continue
+        # Teachers of tasks may have all tasks among them, and a server has the others.
+        if spec is TEACHER and (config.teachers or config.teacher_server is not None):
             continue
 
         reasons[f"{spec.section}.path"] = spec.need.reason.format(name=config.algorithm.name)

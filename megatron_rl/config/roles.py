@@ -12,17 +12,25 @@ the engine that samples, which has no Megatron model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from megatron_rl.config.sections.models import (
+    ActorConfig,
+    CriticConfig,
+    ReferenceConfig,
+    TaskTeacherConfig,
+    TeacherConfig,
+)
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import with_value
 
-RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | RewardModelConfig
+RoleConfig = (
+    ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | TaskTeacherConfig | RewardModelConfig
+)
 
 # Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
@@ -76,10 +84,14 @@ class RoleSpec:
     """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None if it has no such model."""
     outputs: tuple[str, ...] = ()
     """Names in `Scores` of the head's outputs per token; empty for a reward model, whose output is NAME."""
+    top_outputs: tuple[str, ...] = ()
+    """Columns for the ids and log-probs of its most likely tokens, for algorithms that read them."""
     trains: bool = False
     """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
+    by_task: bool = False
+    """Whether each model computes only the rows of its tasks, into columns that they share."""
     metric_prefix: str = ""
     """Group of its metrics; empty if it is the role's name."""
     need: AlgorithmNeed | None = None
@@ -152,6 +164,7 @@ TEACHER = RoleSpec(
     phase="score",
     head=VOCABULARY,
     outputs=("teacher_log_probs", "teacher_entropy"),
+    top_outputs=("teacher_top_ids", "teacher_top_log_probs"),
     need=AlgorithmNeed(
         attribute="needs_teacher",
         reason="algorithm.distillation needs a teacher",
@@ -160,6 +173,14 @@ TEACHER = RoleSpec(
         choice="set algorithm.distillation=reverse_kl",
     ),
     placement="split",
+)
+TASK_TEACHERS = replace(
+    TEACHER,
+    name="teachers",
+    section="teachers",
+    section_class=TaskTeacherConfig,
+    named=True,
+    by_task=True,
 )
 REWARD_MODELS = RoleSpec(
     name="reward",
@@ -182,10 +203,19 @@ ROLLOUT = RoleSpec(
 
 # Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
 # ranks: all ranks must call collectives in the same order.
-ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODELS, ROLLOUT)
+ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, TASK_TEACHERS, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
 MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
+
+
+def teacher_of_task(config: RunConfig) -> dict[str, str]:
+    """Return the role that teaches each task with a teacher of its own: task -> ``teachers.NAME``."""
+    return {
+        task: f"{TASK_TEACHERS.name}.{name}"
+        for name, section in config.teachers.items()
+        for task in section.tasks or (name,)
+    }
 
 
 def spec_of(role: str) -> RoleSpec:

@@ -22,6 +22,7 @@ from megatron_rl.config.sections.models import (
     CriticConfig,
     ModelConfig,
     ReferenceConfig,
+    TaskTeacherConfig,
     TeacherConfig,
 )
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -32,6 +33,7 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.config.setting import required, setting
 
 # Conversions from names of other projects that several keys share.
@@ -412,6 +414,19 @@ class RunConfig:
         None, "The reference policy.", unset="one if the algorithm needs it"
     )
     teacher: TeacherConfig | None = setting(None, "The teacher of a distillation.", unset="none")
+    teachers: dict[str, TaskTeacherConfig] = setting(
+        {},
+        "Teachers of single tasks, by name, beside or in place of `teacher`.",
+        also_called={"verl": "distillation.teacher_models"},
+        conversion="ours has the tasks of each: NAME.tasks",
+    )
+    teacher_server: TeacherServerConfig | None = setting(
+        None,
+        "A teacher behind a vLLM server, in place of `teacher`.",
+        unset="none",
+        also_called={"TRL": "teacher_model_server_url"},
+        conversion="with algorithm.distillation; ours is a section with url and model",
+    )
     # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
     hybrid_engine: HybridEngineConfig = setting(

@@ -29,6 +29,8 @@ from megatron_rl.shapes.memory import TILE_TOKENS
 
 _MASKED = -1e30
 """Logit of padding and of tokens outside the support: finite, so that probability * logit is 0, not NaN."""
+_LARGEST_EXPONENT = 60.0
+"""Bound of the negative log-prob of the last bucket in its gradient: exp(60) is finite in float32."""
 _SELF_TEST_TOKENS = 150
 """Number of positions in the problem on which `kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
@@ -96,6 +98,29 @@ class Support(NamedTuple):
         return is_outside[:, :columns]
 
 
+class TopTokens(NamedTuple):
+    """Request for the most likely tokens of each distribution.
+
+    Example: ``TopTokens(tokens=64, vocabulary=151_643)``.
+    """
+
+    tokens: int
+    """Number of tokens of each distribution."""
+    vocabulary: int
+    """Tokens from this id on are never among them, although the model may have more."""
+
+
+class BucketGradients(NamedTuple):
+    """Results of a forward pass over buckets, with the loss's gradients with respect to them."""
+
+    ids: Tensor
+    """[n, k] tokens with a bucket of their own, -1 for none; all other tokens share the last bucket."""
+    log_probs: Tensor
+    """[n, k + 1] log-probs of the buckets."""
+    gradients: Tensor
+    """[n, k + 1] gradients of the loss with respect to ``log_probs``."""
+
+
 def support_of(sizes: Tensor, tokens: Tensor) -> Support:
     """Return the support of positions with ``sizes`` [n] tokens each, from tensors on the host."""
     offsets = numpy.zeros(len(sizes) + 1, dtype=numpy.int64)
@@ -118,7 +143,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         reduce_hidden_gradient: bool,
         support: Support | None,
         rules: Sequence[RowRules] | None,
-    ) -> tuple[Tensor, Tensor]:
+        bucket_ids: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         stats = softmax_statistics(
             hidden,
             weight,
@@ -128,20 +154,33 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             chunk,
             support,
             rules=rules,
+            bucket_ids=bucket_ids,
         )
-        log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
+        stats = _gather(stats, shard.group)
+        if bucket_ids is None:
+            log_normaliser, *outputs = _combine(stats)
+        else:
+            log_normaliser, *outputs = _combine_buckets(stats, targets, bucket_ids)
 
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, outputs[1])
+        ctx.bucket_ids = bucket_ids
+        ctx.bucket_log_probs = None
+        if bucket_ids is not None:
+            # Detached: an output that its own context holds would keep the graph alive.
+            ctx.bucket_log_probs = outputs[2].detach()
         ctx.shard = shard
         ctx.chunk = chunk
         ctx.reduce = reduce_hidden_gradient
         ctx.support = support
         ctx.rules = rules
-        return log_probs, entropy
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tensors: Any = (*ctx.saved_tensors, *gradients)
+        tensors: Any = (*ctx.saved_tensors, *gradients[:2])
+        buckets = None
+        if ctx.bucket_ids is not None:
+            buckets = BucketGradients(ctx.bucket_ids, ctx.bucket_log_probs, gradients[2])
         hidden_gradient, weight_gradient = _gradients(
             *tensors,
             shard=ctx.shard,
@@ -149,14 +188,15 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             support=ctx.support,
             frozen=not ctx.needs_input_grad[1],
             rules=ctx.rules,
+            buckets=buckets,
         )
 
         # Each rank has computed only the gradient through its own rows of the output projection.
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
 
-        # One result per argument of `forward`; the last seven have no gradient.
-        return hidden_gradient, weight_gradient, *(None,) * 7
+        # One result per argument of `forward`; the last eight have no gradient.
+        return hidden_gradient, weight_gradient, *(None,) * 8
 
 
 def _gradients(
@@ -174,12 +214,13 @@ def _gradients(
     frozen: bool = False,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
+    buckets: BucketGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of the hidden states [n, h] and of this shard's weight [V / tp, h].
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass; ``log_prob_gradient`` and
-    ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs. A ``frozen`` weight has
-    the gradient None.
+    ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs, as are those of
+    ``buckets``. A ``frozen`` weight has the gradient None.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
     tokens, the weight's gradient would be off by 1 %.
@@ -213,7 +254,7 @@ def _gradients(
             )
             # With rules, the slope of the cap is part of `logit_slope`.
             cap = None if rules else shard.cap
-            slope = reductions.slope(
+            arguments = (
                 logits,
                 targets[span] - tile_shard.start,
                 temperature[span],
@@ -224,9 +265,16 @@ def _gradients(
                 cap,
                 weight.dtype,
             )
+            if buckets is None:
+                slope = reductions.slope(*arguments)
+            else:
+                tile_buckets = BucketGradients(
+                    buckets.ids[span] - tile_shard.start, buckets.log_probs[span], buckets.gradients[span]
+                )
+                slope = _bucket_slope(reductions, *arguments, tile_buckets)
             if logit_slope is not None:
                 slope.mul_(logit_slope)
-            del logits, logit_slope
+            del logits, logit_slope, arguments
 
             # Chain rule through logits = hidden @ weight^T.
             _add_product(hidden_sum[span], slope, tile_weight)
@@ -303,10 +351,12 @@ def softmax_statistics(
     support: Support | None = None,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
+    bucket_ids: Tensor | None = None,
 ) -> Tensor:
     """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
-    At most as many logits exist at a time as ``chunk`` tokens have.
+    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, whose logits follow, divided by the
+    temperature: [4 + k, n]. At most as many logits exist at a time as ``chunk`` tokens have.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
     tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen=False)
@@ -317,11 +367,20 @@ def softmax_statistics(
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
             # No variable refers to the logits, so they are freed before the next tile's are allocated.
-            tile_stats = reductions.statistics(
-                _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
-                targets[span] - tile_shard.start,
-                temperature[span],
-            )
+            if bucket_ids is None:
+                tile_stats = reductions.statistics(
+                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    targets[span] - tile_shard.start,
+                    temperature[span],
+                )
+            else:
+                tile_stats = _bucket_statistics(
+                    reductions,
+                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    targets[span] - tile_shard.start,
+                    temperature[span],
+                    bucket_ids[span] - tile_shard.start,
+                )
             stats_by_tile.append(tile_stats)
         stats_by_span.append(_merge(torch.stack(stats_by_tile)))
     return torch.cat(stats_by_span, dim=1)
@@ -398,8 +457,94 @@ def tile_slope(
     return slope.div_(temperature[:, None]).to(dtype)
 
 
+def _bucket_statistics(
+    reductions: Reductions,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """Reduce a tile to the statistics of the columns outside ``ids`` [n, k] and the logits of ``ids``.
+
+    Returns [4 + k, n], see `statistics`, and overwrites the logits. Taking the columns out before the sum
+    is exact where a difference of sums would lose all digits: the other tokens of a confident model have
+    a probability below the rounding of 1.
+    """
+    bucket_logits, _, in_tile = _take_columns(logits, ids)
+    bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
+    return torch.cat((reductions.statistics(logits, targets, temperature), bucket_logits.t()))
+
+
+def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of the columns ``ids`` [n, k] and mask these columns in place.
+
+    Also returns the columns clamped to the tile, and whether each is in the tile.
+    """
+    columns, in_tile = _tile_columns(ids, logits.shape[1])
+    taken = logits.gather(1, columns)
+    # Adding the difference leaves the column that ids of other tiles are clamped to unchanged.
+    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - taken, 0))
+    return taken, columns, in_tile
+
+
+def _bucket_slope(
+    reductions: Reductions,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    log_prob_gradient: Tensor,
+    entropy_gradient: Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+    buckets: BucketGradients,
+) -> Tensor:
+    """Compute the loss's gradient as `tile_slope`, also through the log-probs of buckets.
+
+    The log-prob of a single token's bucket has the gradient [token] - p, that of the last bucket, with
+    probability r, ``[other] p / r - p``. Overwrites the logits.
+    """
+    # The logits that have a term of their own, before they are masked or overwritten.
+    target_columns, target_in_tile = _tile_columns(targets[:, None], logits.shape[1])
+    target_logits = logits.gather(1, target_columns)
+    bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
+
+    # Every output subtracts the log normaliser, and so has -p times its gradient at all tokens.
+    token_gradients = buckets.gradients[:, :-1]
+    rest_gradient = buckets.gradients[:, -1]
+    total = log_prob_gradient + buckets.gradients.sum(dim=1)
+    inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
+    slope = reductions.slope(
+        logits,
+        torch.full_like(targets, -1),  # in no column: the target's term follows
+        temperature,
+        log_normaliser,
+        entropy,
+        total - rest_gradient * inverse_rest,
+        entropy_gradient,
+        cap,
+        log_normaliser.dtype,  # rounded once, after the terms below
+    )
+
+    # Terms of single tokens: the buckets' own, and the target's.
+    log_p = buckets.log_probs[:, :-1]
+    common = entropy_gradient[:, None] * (log_p + entropy[:, None]) + total[:, None]
+    bucket_slope = (token_gradients - common * log_p.exp()) * in_tile
+    target_slope = log_prob_gradient[:, None] * target_in_tile
+    if cap is not None:
+        bucket_slope = bucket_slope * (1 - (bucket_logits / cap).square()).clamp(min=0)
+        target_slope = target_slope * (1 - (target_logits / cap).square()).clamp(min=0)
+    slope.scatter_add_(1, columns, bucket_slope / temperature[:, None])
+    slope.scatter_add_(1, target_columns, target_slope / temperature[:, None])
+    return slope.to(dtype)
+
+
 def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each target's column, clamped to the tile, and whether the target is in the tile."""
+    """Return each target's column, clamped to a tile of ``columns`` columns, and whether it is in the tile.
+
+    ``targets`` may have any shape.
+    """
     in_tile = (targets >= 0) & (targets < columns)
     return targets.clamp(0, columns - 1), in_tile
 
@@ -579,7 +724,7 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
-    """Return the statistics of all shards, [ranks, 4, n]. Collective over ``group``."""
+    """Return a tensor of all shards, [ranks, ...], of equal shapes. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)
@@ -588,8 +733,11 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _merge(stats: Tensor) -> Tensor:
-    """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n]."""
-    peak, total, weighted, target = stats.unbind(dim=1)
+    """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n].
+
+    Logits of buckets may follow, [shards, 4 + k, n] and [4 + k, n].
+    """
+    peak, total, weighted = stats[:, :3].unbind(dim=1)
 
     # Rescale each shard's sums from its own largest logit to the largest of all, then add them.
     top = peak.amax(dim=0)
@@ -597,8 +745,8 @@ def _merge(stats: Tensor) -> Tensor:
     weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
     total = (total * scale).sum(dim=0)
 
-    # A target is in one shard; the others have `_MASKED` for it.
-    return torch.stack((top, total, weighted, target.amax(dim=0)))
+    # A target or bucket is in one shard; the others have `_MASKED` for it.
+    return torch.cat((torch.stack((top, total, weighted)), stats[:, 3:].amax(dim=0)))
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -613,6 +761,60 @@ def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top + log_sum, log_probs, entropy
 
 
+def _combine_buckets(
+    stats: Tensor,
+    targets: Tensor,
+    ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_combine` does, and the log-probs of the buckets [n, k + 1], from [shards, 4 + k, n]."""
+    merged = _merge(stats)
+    rest = merged[:4]
+    bucket_logits = merged[4:].t()
+
+    # The tokens of the buckets are one more shard of the vocabulary, that has the target if one is it.
+    is_target = ids == targets[:, None]
+    position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    ones = torch.ones_like(bucket_logits[:, 0])
+    chosen = tile_statistics(bucket_logits.clone(), position, ones)
+    log_normaliser, log_probs, entropy = _combine(torch.stack((rest, chosen)))
+
+    log_rest = rest[0] + rest[1].log()
+    log_masses = torch.cat((bucket_logits, log_rest[:, None]), dim=1)
+    return log_normaliser, log_probs, entropy, log_masses - log_normaliser[:, None]
+
+
+def vocab_parallel_top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    top: TopTokens,
+    chunk: int = 1024,
+    support: Support | None = None,
+    rules: Sequence[RowRules] | None = None,
+) -> Tensor:
+    """Return the ids of the most likely tokens of each distribution, [n, top.tokens], most likely first.
+
+    Arguments as for `vocab_parallel_log_probs`; without a gradient. Collective over the tensor-parallel
+    group.
+    """
+    local_count = min(top.tokens, len(weight))
+    values = hidden.new_empty(
+        (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
+    ids = torch.empty((len(hidden), local_count), dtype=torch.long, device=hidden.device)
+    for begin in range(0, len(hidden), chunk):
+        span = slice(begin, begin + chunk)
+        logits = _logits(hidden[span], weight, shard, support, span, rules)
+        logits[:, max(top.vocabulary - shard.start, 0) :] = _MASKED
+        values[span], columns = logits.topk(local_count, dim=1)
+        ids[span] = columns + shard.start
+
+    # The most likely of all are among the most likely of each shard.
+    values = torch.cat(tuple(_gather(values, shard.group)), dim=1)
+    ids = torch.cat(tuple(_gather(ids, shard.group)), dim=1)
+    return ids.gather(1, values.topk(top.tokens, dim=1).indices)
+
+
 def vocab_parallel_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -623,8 +825,12 @@ def vocab_parallel_log_probs(
     reduce_hidden_gradient: bool = True,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
-) -> tuple[Tensor, Tensor]:
+    bucket_ids: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
+
+    With ``bucket_ids`` [n, k], distinct token ids or -1 for none, the log-probs of k + 1 buckets follow:
+    of each of these tokens, and of all other tokens together, [n, k + 1] float32.
 
     ``hidden`` [n, h] is the same on all ranks of the group, ``weight`` [V / tp, h] this rank's rows of the
     output projection, ``targets`` [n] token ids; ``temperature`` [n] divides the logits. Gradients of
@@ -639,9 +845,11 @@ def vocab_parallel_log_probs(
         # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
         # ranks, so it must have their dtype.
         zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
-        return zero, zero
+        if bucket_ids is None:
+            return zero, zero
+        return zero, zero, zero[:, None].expand(0, bucket_ids.shape[1] + 1)
 
     temperature = temperature.to(precise)
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules
+        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules, bucket_ids
     )

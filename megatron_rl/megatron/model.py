@@ -36,7 +36,13 @@ from megatron_rl.megatron.layers import (
     output_layer_without_accumulation,
     require_transformer_engine,
 )
-from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.log_probs import (
+    Support,
+    TopTokens,
+    VocabularyShard,
+    vocab_parallel_log_probs,
+    vocab_parallel_top_tokens,
+)
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
@@ -262,14 +268,19 @@ class ParallelModel:
         temperature: Tensor,
         support: Support | None = None,
         rules: Sequence[RowRules] | None = None,
+        buckets: Tensor | TopTokens | None = None,
+        squared_probs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states from which outputs are computed, ``support`` the tokens
-        that each distribution ranges over, ``rules`` the changes of logits before sampling. Collective over
-        the tensor-parallel group.
+        that each distribution ranges over, ``rules`` the changes of logits before sampling. With ``buckets``
+        [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and of all others
+        together; with `TopTokens` it selects the k most likely tokens, and returns their ids too. With
+        ``squared_probs`` it returns the sum of the squared probabilities [n] after the entropy. Collective
+        over the tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -295,18 +306,47 @@ class ParallelModel:
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
-        return vocab_parallel_log_probs(
-            states[index],
+        # Fewer tokens at a time would make the products too small for the device.
+        tile_tokens = max(64, LOGITS_ELEMENTS // len(weight))
+        states = states[index]
+
+        if isinstance(buckets, TopTokens):
+            bucket_ids = vocab_parallel_top_tokens(
+                states, weight, shard, buckets, tile_tokens, support, rules
+            )
+        else:
+            bucket_ids = buckets
+        outputs = vocab_parallel_log_probs(
+            states,
             weight,
             targets,
             temperature,
             shard,
-            # Fewer tokens at a time would make the products too small for the device.
-            chunk=max(64, LOGITS_ELEMENTS // len(weight)),
+            chunk=tile_tokens,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
+            bucket_ids=bucket_ids,
         )
+        if squared_probs:
+            # At half the temperature, probabilities q are the squares of the others, normalised:
+            # log q = 2 log p - log sum p^2.
+            sharp_log_probs, _ = vocab_parallel_log_probs(
+                states,
+                weight,
+                targets,
+                temperature / 2,
+                shard,
+                chunk=tile_tokens,
+                support=support,
+                rules=rules,
+            )
+            log_probs, entropy, *others = outputs
+            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *others)
+        if isinstance(buckets, TopTokens):
+            assert bucket_ids is not None
+            return (*outputs, bucket_ids)
+        return outputs
 
 
 def build_model(

@@ -25,7 +25,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
-from megatron_rl.megatron.log_probs import Support, support_of
+from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
 from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
@@ -49,7 +49,8 @@ class TokenScores:
     """Ids of the rows, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
-    rows, 0 where a token is not selected."""
+    rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
+    [n], and log-probs [n, k + 1] and ids [n, k] of the most likely tokens follow."""
     experts: Tensor | None = None
     """[n, layers, k] int16 on the host: the experts that each token was routed to, or None if they were not
     recorded."""
@@ -77,6 +78,11 @@ class MicroBatch:
     """Tokens that each selected token's distribution ranges over, or None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
     """Rules that changed the logits before sampling, or None if there are none."""
+    buckets: Tensor | TopTokens | None
+    """[n, k] tokens whose log-probs a distillation loss reads, or a request for the most likely tokens of a
+    teacher; None for neither."""
+    squared_probs: bool
+    """Whether the head returns the sum of the squared probabilities of each distribution."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
@@ -93,6 +99,8 @@ def build_microbatches(
     before: bool = True,
     unit: int = 1,
     has_loss: bool = False,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
@@ -102,6 +110,8 @@ def build_microbatches(
     predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
     two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
     stage contain the rows of the batch.
+    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
+    squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -127,7 +137,7 @@ def build_microbatches(
         rows: list[int] = []
         for number in units:
             rows += range(number * unit, (number + 1) * unit)
-        micros.append(_pack(model, batch, rows, select, before, has_loss))
+        micros.append(_pack(model, batch, rows, select, before, has_loss, top_tokens, squared_probs))
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
@@ -179,6 +189,8 @@ def _pack(
     select: Tensor,
     before: bool,
     has_loss: bool,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> MicroBatch:
     """Return the micro-batch of ``rows`` in host memory."""
     layout = model.groups.layout
@@ -216,8 +228,15 @@ def _pack(
 
     loss_batch = None
     if has_loss and model.groups.is_last_stage:
-        # The loss reads neither experts nor supports, so they are not copied.
-        loss_batch = replace(batch, experts=None, support_sizes=None, support=None).rows(rows)
+        # The loss reads neither experts, supports nor a teacher's tokens, so they are not copied.
+        loss_batch = replace(
+            batch, experts=None, support_sizes=None, support=None, teacher_top_ids=None
+        ).rows(rows)
+
+    buckets: Tensor | TopTokens | None = top_tokens
+    bucket_ids = getattr(batch, "teacher_top_ids", None)
+    if bucket_ids is not None:
+        buckets = bucket_ids[positions[selected]].long()
 
     return MicroBatch(
         rows=tuple(rows),
@@ -229,6 +248,8 @@ def _pack(
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
         rules=_rules(batch, rows, lengths, tokens, selected),
+        buckets=buckets,
+        squared_probs=squared_probs,
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -303,19 +324,23 @@ def forward_only(
     before: bool = True,
     record: bool = False,
     guard: PassGuard | None = None,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token; ``guard``
-    repeats a pass that runs out of memory. Every rank of the last stage gets the outputs of its data-parallel
-    share, other ranks an empty list. Collective over the model's ranks.
+    ``before``, ``top_tokens`` and ``squared_probs`` as in `build_microbatches`; ``record`` also returns the
+    experts of each token; ``guard`` repeats a pass that runs out of memory. Every rank of the last stage gets
+    the outputs of its data-parallel share, other ranks an empty list. Collective over the model's ranks.
     """
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
     def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
-        micros, _ = build_microbatches(model, batch, tokens, select, before)
+        micros, _ = build_microbatches(
+            model, batch, tokens, select, before, top_tokens=top_tokens, squared_probs=squared_probs
+        )
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
@@ -392,7 +417,8 @@ def forward_backward(
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
-    global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
+    global weights; for a batch with a teacher's most likely tokens it also gets ``bucket_log_probs``
+    [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
     ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
     after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
     and this rank's metrics; stages before the last have the padding metrics alone. Collective over the
@@ -454,7 +480,13 @@ def _loss_function(
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
 
     def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
-        loss, metrics = objective(micro.batch, *outputs)
+        # Log-probs of a teacher's most likely tokens, which only a language model has.
+        arguments: dict[str, Tensor] = {}
+        if outputs[-1].dim() > 1:
+            *scalars, arguments["bucket_log_probs"] = outputs
+            outputs = tuple(scalars)
+
+        loss, metrics = objective(micro.batch, *outputs, **arguments)
         if not micro.rows:
             metrics = Metrics()
         scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))
@@ -637,13 +669,22 @@ def _forward_step(
 
     def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         selected_outputs = model.token_outputs(
-            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support, micro.rules
+            chunk,
+            hidden,
+            micro.index,
+            micro.targets,
+            micro.temperature,
+            micro.support,
+            micro.rules,
+            micro.buckets,
+            micro.squared_probs,
         )
 
         # Outputs of all tokens: zero for unselected tokens, and for tokens of other context-parallel ranks.
-        first = selected_outputs[0]
-        zeros = torch.zeros(micro.tokens, dtype=first.dtype, device=first.device)
-        outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
+        outputs: list[Tensor] = []
+        for output in selected_outputs:
+            zeros = output.new_zeros((micro.tokens, *output.shape[1:]))
+            outputs.append(zeros.index_put((micro.selected,), output))
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
             # the identity: each rank gets the gradient with respect to its own tokens exactly once.

@@ -87,7 +87,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
-    """Return the module of Megatron's TransformerConfigs, its OptimizerConfig and its DDP configuration class.
+    """Return the module of the TransformerConfigs, the OptimizerConfig and the DDP configuration class.
 
     Unless the import must be ``complete``, their modules are imported without the packages that contain them,
     which takes a quarter of the time.

@@ -29,7 +29,7 @@ from megatron_rl.config.sections.rewards import (
     HttpRewardConfig,
     JudgeConfig,
     RewardConfig,
-    RewardServerConfig,
+    ServerConfig,
 )
 from megatron_rl.contained.process import escape_unprintable, replace_surrogates
 from megatron_rl.errors import UserError
@@ -115,17 +115,20 @@ class Server:
 
     A pause that the server requests, and the state of the circuit breaker, persist from round to round.
 
-    ``secrets`` maps headers to their values. ``counts`` are the counters of the last round: requests,
-    retries, statuses 429, and requests that were not sent.
+    ``secrets`` maps headers to their values. A reply of more bytes than ``largest_reply`` is malformed.
+    ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests that were not
+    sent.
     """
 
     def __init__(
         self,
-        config: RewardServerConfig,
+        config: ServerConfig,
         url: str,
         secrets: dict[str, str],
+        largest_reply: int = LARGEST_REPLY,
     ) -> None:
         self.config = config
+        self._largest_reply = largest_reply
         self.counts: Counter[str] = Counter()
         self._url = url
         self._secrets = secrets
@@ -244,7 +247,7 @@ class Server:
         """Send a request once."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
-                return self._read(response, await _content(response))
+                return self._read(response, await _content(response, self._largest_reply))
         except TimeoutError:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
@@ -267,8 +270,8 @@ class Server:
         # Success. A malformed reply is not retried: the same request would get the same reply.
         if 200 <= status < 300:
             try:
-                if len(content) > LARGEST_REPLY:
-                    raise ValueError(f"more than {LARGEST_REPLY} bytes")
+                if len(content) > self._largest_reply:
+                    raise ValueError(f"more than {self._largest_reply} bytes")
                 return _Attempt(Reply(None, value=json.loads(text)))
             except (ValueError, RecursionError) as error:
                 message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
@@ -310,18 +313,18 @@ class Server:
         return replace_surrogates(text)
 
 
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response; reading stops once it exceeds `LARGEST_REPLY` bytes."""
+async def _content(response: aiohttp.ClientResponse, largest: int) -> bytes:
+    """Return the body of a response; reading stops once it exceeds ``largest`` bytes."""
     content = bytearray()
     async for data in response.content.iter_any():
         content.extend(data)
-        if len(content) > LARGEST_REPLY:
+        if len(content) > largest:
             response.close()
             break
     return bytes(content)
 
 
-def secret_headers(config: RewardServerConfig, key_from: str | None = None) -> dict[str, str]:
+def secret_headers(config: ServerConfig, key_from: str | None = None) -> dict[str, str]:
     """Return the headers whose values are in environment variables.
 
     ``key_from``: variable with an API key, which is sent as bearer token.

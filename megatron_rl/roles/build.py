@@ -63,6 +63,7 @@ from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.megatron.log_probs import TopTokens
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
@@ -72,6 +73,7 @@ from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
+from megatron_rl.roles.served_teacher import ServedTeacher
 from megatron_rl.rollout.engines.base import make_engine
 from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.engines.vllm import make_tool_parser
@@ -100,6 +102,8 @@ class Roles:
     """Roles by name whose forward passes precede the updates of a step, except the actor; in table order."""
     reward_models: tuple[RewardModel, ...] = ()
     """Frozen models that compute rewards."""
+    served_teacher: ServedTeacher | None = None
+    """Teacher behind a server, which computes log-probs in the score phase."""
     scoring_pass: bool = True
     """Whether the actor computes log-probs before the first update of a step, see `scoring_reason`."""
 
@@ -141,6 +145,8 @@ class Roles:
 
     def close(self) -> None:
         """Release the engine, and end the reward and environment processes."""
+        if self.served_teacher is not None:
+            self.served_teacher.close()
         self.reward.close()
         self.rollout.close()
 
@@ -178,6 +184,7 @@ def build_roles(
     if actor is None:
         show_part(f"actor from {config.model.path}")
         actor = build_actor(config, updates=_update_count(config))
+    actor.squared_probs = algorithm.needs_squared_probs
     show_part("other roles")
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
@@ -192,6 +199,7 @@ def build_roles(
         reward,
         scorers,
         models,
+        _build_served_teacher(config, algorithm),
         needs_scoring_pass,
     )
 
@@ -199,6 +207,22 @@ def build_roles(
     for role in roles.models:
         role.residency.offload_all()
     return roles
+
+
+def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeacher | None:
+    """Build the client of a teacher's server, None for a run without one."""
+    if config.teacher_server is None or not algorithm.needs_teacher:
+        return None
+    top = _top_tokens(config, algorithm.distillation.top_tokens)
+    return ServedTeacher(config.teacher_server, top, longest_row(config))
+
+
+def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
+    """Return the request for a teacher's ``count`` most likely tokens, None for a count of 0."""
+    if not count:
+        return None
+    # Only tokens that the actor has: a teacher's embedding may have further rows.
+    return TopTokens(count, read_pretrained(Path(config.model.path) / "config.json").shape.vocab)
 
 
 def _show_nothing(name: str) -> None:
@@ -264,8 +288,14 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
 
         if spec.need is None or spec.needed(algorithm):
             for path in spec.sections(config):
-                updates = _update_count(config)
-                scorers[role_of(path)] = build_model_role(config, spec, path, updates=updates, actor=actor)
+                scorers[role_of(path)] = build_model_role(
+                    config,
+                    spec,
+                    path,
+                    updates=_update_count(config),
+                    actor=actor,
+                    top_tokens=algorithm.distillation.top_tokens if spec.top_outputs else 0,
+                )
     return scorers
 
 
@@ -299,6 +329,7 @@ def build_model_role(
     *,
     updates: int | None,
     actor: ModelRole | None = None,
+    top_tokens: int = 0,
 ) -> ModelRole:
     """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
@@ -307,6 +338,7 @@ def build_model_role(
     ``actor``: actor to share weights with, if the table allows it and both start from the same weights. The
         role then uses the actor's model with the actor's adapters disabled, or the actor's base weights under
         its own adapters. None to share nothing.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None.
 
     Collective over the world.
     """
@@ -372,6 +404,8 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
+        top_tokens=_top_tokens(config, top_tokens),
+        top_outputs=spec.top_outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import RowShard
+from megatron_rl.megatron.log_probs import TopTokens
 from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
@@ -42,6 +43,8 @@ class ModelRole:
     ``tokens_per_microbatch``: maximum number of tokens in a packed micro-batch.
     ``outputs``: names of the model's outputs per token, such as ``log_probs``, in the order of the model's
     head.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such outputs.
+    ``top_outputs``: names of the outputs for the ids and log-probs of these tokens.
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.
     ``prefix``: prefix of the optimizer's metrics, by default the name.
     ``offload``: whether the model is in host memory except while the role runs.
@@ -49,6 +52,7 @@ class ModelRole:
     ``initial_of``: role whose model this role runs with its adapters disabled, as for a reference; None if
         the role has its own model.
     ``shares_base_with``: role whose base weights this role's adapters use, or None.
+    ``squared_probs``: whether `infer` also returns the output of this name, see `Scores.squared_probs`.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
     ``guard``: repeats a forward or backward pass that ran out of memory, on smaller micro-batches; measures
         the memory of passes if ``measures_memory``.
@@ -62,6 +66,8 @@ class ModelRole:
         *,
         tokens_per_microbatch: int,
         outputs: tuple[str, ...],
+        top_tokens: TopTokens | None = None,
+        top_outputs: tuple[str, ...] = (),
         optimizer: Optimizer | None = None,
         prefix: str = "",
         offload: bool = False,
@@ -75,6 +81,9 @@ class ModelRole:
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
+        self.top_tokens = top_tokens
+        self.top_outputs = top_outputs
+        self.squared_probs = False
         self.records = records
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
@@ -118,8 +127,20 @@ class ModelRole:
         the shard also has the ``experts`` of every token: [n, layers, experts per token] int16. Only one rank
         per data-parallel replica returns rows. Collective over the role's ranks.
         """
-        micro_outputs = self.forward(batch, batch.response_mask, record=self.records is not None)
-        shard = self._shard(batch, micro_outputs)
+        micro_outputs = self.forward(
+            batch,
+            batch.response_mask,
+            record=self.records is not None,
+            top_tokens=self.top_tokens,
+            squared_probs=self.squared_probs,
+        )
+        names = self.outputs
+        if self.squared_probs:
+            names = (*names, "squared_probs")
+        shard = self._shard(batch, micro_outputs, names)
+        if self.top_tokens is not None:
+            columns = {**shard.tokens, **self._top_columns(self.top_tokens.tokens, micro_outputs)}
+            shard = replace(shard, tokens=columns)
         if self.records is None:
             return shard
 
@@ -132,33 +153,52 @@ class ModelRole:
         }
         return replace(shard, tokens=columns)
 
-    def _shard(self, batch: Any, micro_outputs: list[TokenScores]) -> RowShard:
-        """Concatenate the outputs of micro-batches into a shard with a column per name in `outputs`."""
+    def _shard(
+        self,
+        batch: Any,
+        micro_outputs: list[TokenScores],
+        names: tuple[str, ...],
+    ) -> RowShard:
+        """Concatenate the first outputs of micro-batches into a shard with a column per name in ``names``."""
         # A rank without rows returns empty columns: all shards of a gather must have the same columns.
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],
             dtype=torch.long,
         )
 
-        outputs = [torch.zeros(0) for _ in self.outputs]
+        outputs = [torch.zeros(0) for _ in names]
         if micro_outputs:
             # Transpose: from a tuple of outputs per micro-batch to a tensor per output.
-            by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
+            by_output = zip(*(micro.outputs[: len(names)] for micro in micro_outputs), strict=True)
             columns = torch.stack([torch.cat(values) for values in by_output])
             # A single copy from the device for all outputs.
             outputs = list(columns.float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
-            dict(zip(self.outputs, outputs, strict=True)),
+            dict(zip(names, outputs, strict=True)),
             {},
         )
 
-    def forward(self, batch: Any, select: Tensor, **options: bool) -> list[TokenScores]:
+    def _top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
+        """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
+        # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
+        ids = [torch.zeros((0, count), dtype=torch.int32)]
+        log_probs = [torch.zeros((0, count + 1))]
+        for micro in micro_outputs:
+            *_, micro_log_probs, micro_ids = micro.outputs
+            ids.append(micro_ids.int().cpu())
+            log_probs.append(micro_log_probs.float().cpu())
+
+        ids_name, log_probs_name = self.top_outputs
+        return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
+
+    def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
         """Compute the model's outputs for the tokens where ``select`` is true, [N] bool, in this rank's rows.
 
-        Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``: ``before``
-        and ``record`` of `megatron.schedule.forward_only`. Collective over the role's ranks.
+        Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``: ``before``,
+        ``record``, ``top_tokens`` and ``squared_probs`` of `megatron.schedule.forward_only`. Collective over
+        the role's ranks.
         """
         if self.model is None:
             return []
@@ -204,7 +244,7 @@ class ModelRole:
         must keep the role `resident` from this call to the end of `step`. Collective over the role's ranks.
         """
         if self.model is None:
-            return self._shard(minibatch, []), Metrics()
+            return self._shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
         # Gradients are summed over micro-batches and ranks: the loss weights contain the global denominators.
@@ -222,10 +262,10 @@ class ModelRole:
 
         # All ranks of a data-parallel replica have equal outputs and metrics; only one returns them.
         if not self.is_output_rank:
-            return self._shard(minibatch, []), Metrics()
+            return self._shard(minibatch, [], self.outputs), Metrics()
         if not reads_outputs:
             micro_outputs = []
-        return self._shard(minibatch, micro_outputs), metrics
+        return self._shard(minibatch, micro_outputs, self.outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step with the gradients from `accumulate`; return the optimizer's metrics.

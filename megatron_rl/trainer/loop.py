@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,6 +30,7 @@ from megatron_rl.algorithms import (
     valid_rows,
     value_objective,
 )
+from megatron_rl.config.roles import TEACHER, section_of, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.data.mixture import TrainingPrompts
@@ -42,6 +44,7 @@ from megatron_rl.distributed.exchange import (
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
+from megatron_rl.roles.served_teacher import NO_LOG_PROBS, VALID, TeacherResults
 from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
@@ -231,15 +234,136 @@ def compute_log_probs(
     if actor_scores or roles.scoring_pass or not actor_learns(config, roles, step):
         roles_to_run.insert(0, roles.actor)
 
+    # Requests to a teacher's server run in a thread while the roles compute.
+    pending: Future[TeacherResults] | None = None
+    served = roles.served_teacher
+    rows_by_role = _rows_by_teacher(batch, roles, config)
+    if served is not None:
+        served_rows = rows_by_role.get(served.name)
+        rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
+        pending = served.start(rollouts, learners.rank == learners.ranks[0])
+
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
-    shards = [role.infer(batch.rollouts) for role in roles_to_run]
+    shards: list[tuple[list[int] | None, RowShard]] = []
+    for role in roles_to_run:
+        rows = rows_by_role.get(role.name)
+        if rows is None:
+            shards.append((None, role.infer(batch.rollouts)))
+        elif rows:
+            shards.append((rows, role.infer(batch.rollouts.rows(rows))))
+
     columns: dict[str, Tensor] = {}
-    for shard in shards:
-        columns |= learners.gather_rows(shard).tokens
+    for rows, shard in shards:
+        outputs = learners.gather_rows(shard).tokens
+        if rows is None:
+            columns |= outputs
+        else:
+            _scatter_columns(columns, outputs, batch.rollouts.lengths, rows)
+    if pending is not None:
+        assert served is not None
+        batch = _add_served_columns(batch, columns, pending.result(), rows_by_role.get(served.name), learners)
 
     # Store the outputs in the fields of `Scores`; the remaining ones are extra columns.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
     return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
+
+
+def _rows_by_teacher(
+    batch: ScoredBatch,
+    roles: Roles,
+    config: RunConfig,
+) -> dict[str, list[int]]:
+    """Return the rows of the tasks of each teacher by its role's name; empty without teachers of tasks.
+
+    Raises UserError for a task that no teacher has.
+    """
+    if not config.teachers:
+        return {}
+    teachers = teacher_of_task(config)
+    names = [name for name in roles.scorers if name == TEACHER.name or name in teachers.values()]
+    other_tasks = TEACHER.name
+    if roles.served_teacher is not None:
+        other_tasks = roles.served_teacher.name
+        names.append(other_tasks)
+    # The algorithm may use none of them.
+    if not names:
+        return {}
+
+    # A script with its own step may score rows without their prompts.
+    if len(batch.prompts) != len(batch.rollouts):
+        raise UserError(
+            "teachers of tasks need the prompts of the rows",
+            where="teachers",
+            expected=f"{len(batch.rollouts)} prompts",
+            got=f"{len(batch.prompts)}",
+            fix="score rows with their prompts, or use one `teacher`",
+        )
+
+    rows: dict[str, list[int]] = {section_of(name): [] for name in names}
+    for row, task in enumerate(batch.prompts.tasks):
+        section = section_of(teachers.get(task, other_tasks))
+        if section not in rows:
+            raise UserError(
+                f"the task {task!r} has no teacher",
+                where="teachers",
+                expected=f"a teacher for each task; they have {', '.join(sorted(teachers))}",
+                got=f"a response to {task!r}",
+                fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
+            )
+        rows[section].append(row)
+    return rows
+
+
+def _scatter_columns(
+    columns: dict[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    lengths: Tensor,
+    rows: list[int],
+) -> None:
+    """Write the outputs for some rows into columns of all rows, which are 0 where no role has written."""
+    index = token_index(lengths, torch.tensor(rows, dtype=torch.long))
+    for name, values in outputs.items():
+        if name not in columns:
+            columns[name] = values.new_zeros((int(lengths.sum()), *values.shape[1:]))
+        columns[name][index] = values
+
+
+def _add_served_columns(
+    batch: ScoredBatch,
+    columns: dict[str, Tensor],
+    results: TeacherResults,
+    rows: list[int] | None,
+    learners: ReplicaGroup,
+) -> ScoredBatch:
+    """Write a served teacher's outputs into ``columns``, and return the batch without its failed rows.
+
+    ``rows`` are those of its tasks, None for all. Collective over the learners.
+    """
+    if rows is None:
+        rows = list(range(len(batch.rollouts)))
+    gathered = learners.gather_rows(results.shard)
+    _scatter_columns(columns, gathered.tokens, batch.rollouts.lengths, rows)
+
+    # A row without log-probs is invalid everywhere, as one without a reward.
+    failed = {
+        row for row, is_valid in zip(rows, gathered.values[VALID].tolist(), strict=True) if not is_valid
+    }
+    valid = batch.scores.valid.clone()
+    valid[sorted(failed)] = False
+    reasons = tuple(
+        NO_LOG_PROBS if row in failed and reason is None else reason
+        for row, reason in enumerate(batch.reasons)
+    )
+    return replace(
+        batch,
+        scores=replace(batch.scores, valid=valid),
+        reasons=reasons,
+        metrics=batch.metrics + results.metrics,
+        failures=(
+            *batch.failures,
+            *(failure._replace(row=rows[failure.row]) for failure in results.failures),
+        ),
+    )
 
 
 @dataclass(frozen=True)

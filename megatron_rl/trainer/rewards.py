@@ -541,6 +541,6 @@ class FailureWatch:
             where=f"reward (step {step})",
             expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
             got=got,
-            fix="repair the reward function, the environment and its agent, or the reward server; with "
+            fix="repair the reward function, the environment and its agent, or the server; with "
             "reward.max_invalid_fraction=1 the run continues regardless of failures",
         )

@@ -236,3 +236,21 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     assert len(said) == 4, "each step's weights answer in their own way"
     for name in (*answers, "reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
+
+
+def test_the_optimal_token_baseline_is_the_same_in_every_layout(fork, material, tmp_path):
+    """The scoring pass returns the sum of squared probabilities over vocabulary shards and context ranks."""
+    (tmp_path / "odd.py").write_text("def score(*, response, **_):\n    return float(len(response) % 2)\n")
+    actor = {"optimizer": OPTIMIZER}
+    names = ("policy/loss", "policy/grad_norm", "advantage/std", "advantage/abs_max", "reward/mean")
+    layouts = {"alone": (1, {}), "cut": (4, {"tensor": 2, "context": 2})}
+    found = {}
+    for name, (ranks, layout) in layouts.items():
+        file = grpo(tmp_path / name, material, actor={**actor, "layout": layout})
+        options = ("algorithm.name=otb", f"reward.function={tmp_path / 'odd.py'}:score", "placement=colocate")
+        fork("megatron_rl", ranks, "train", file, *options, module=True)
+        found[name] = metrics(tmp_path / name)
+    for mine, truth in zip(found["cut"], found["alone"], strict=True):
+        assert truth["advantage/std"] > 0
+        for name in names:
+            assert mine[name] == pytest.approx(truth[name], rel=1e-3, abs=1e-5), name

@@ -90,7 +90,7 @@ def test_origins() -> None:
     assert str(origins["steps"]) == "override steps=3"
     assert str(origins["seed"]) == "default"
     absent = ("sft", "preference", "reference", "teacher", "critic", "rollout.environment")
-    absent += ("actor.lora", "reward.http", "reward.judge", "reward.code")
+    absent += ("actor.lora", "teacher_server", "reward.http", "reward.judge", "reward.code")
     below = tuple(f"{section}." for section in absent)
     present = {path for path in value_paths(RunConfig) if not path.startswith(below)}
     names = (item.name for item in dataclasses.fields(EvaluationSetConfig))

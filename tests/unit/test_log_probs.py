@@ -80,6 +80,18 @@ def test_distributions_over_some_tokens_only(chunk):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_a_pass_at_half_the_temperature_gives_the_sum_of_squared_probabilities(cap):
+    states, weight, targets, temperature, vocabulary = _case()
+    shard = VocabularyShard(0, vocabulary, ALONE, cap)
+    log_probs, _ = vocab_parallel_log_probs(states, weight, targets, temperature, shard)
+    sharp, _ = vocab_parallel_log_probs(states, weight, targets, temperature / 2, shard)
+    logits = states @ weight[:vocabulary].T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    wanted = (logits / temperature[:, None]).softmax(-1).square().sum(-1)
+    torch.testing.assert_close((2 * log_probs - sharp).exp(), wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_gradcheck():
     states, weight, targets, temperature, vocabulary = _case(rows=4, hidden=3, vocabulary=5, padded=6)
     shard = VocabularyShard(0, vocabulary, ALONE)

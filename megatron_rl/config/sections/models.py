@@ -490,6 +490,21 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True)
+class TaskTeacherConfig:
+    """Teacher of the responses to some tasks, see `data.task_field`; `teacher` has the other tasks."""
+
+    VALUE_KEY: ClassVar[str] = "path"
+
+    path: str | None = setting(
+        None, "Hugging Face checkpoint of the teacher.", unset="no default: a teacher needs it"
+    )
+    tasks: tuple[str, ...] = setting((), "Tasks of the teacher; without any, the task of its name.")
+    layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the teacher.", unset="the actor's")
+    offload: bool = setting(False, "Move the model to host memory while other roles work.")
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
+
+
+@dataclass(frozen=True)
 class ReferenceConfig:
     """Frozen reference policy."""
 

@@ -78,8 +78,8 @@ class RewardLimitsConfig(LimitsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardServerConfig:
-    """Server that computes rewards, and the limits of requests to it.
+class ServerConfig:
+    """Server that computes something for each sample, and the limits of requests to it.
 
     The first rank of the job sends all requests, so that the limits apply to the complete job.
     """
@@ -122,6 +122,15 @@ class RewardServerConfig:
         **MANY,
     )
     open_seconds: float = setting(30.0, "Time after which an open circuit allows one request.", **SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardServerConfig(ServerConfig):
+    """Server that computes rewards, and the limits of requests to it.
+
+    The first rank of the job sends all requests, so that their numbers hold for the complete job.
+    """
+
     weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 

@@ -145,7 +145,12 @@ class PreferenceConfig(PairsConfig):
     The reference is the policy that this training starts from.
     """
 
-    loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
+    loss: str = setting(
+        "sigmoid",
+        "Loss of a pair; a function of your own gets a `PreferencePairs` and returns one number per pair.",
+        choices=("sigmoid", "robust", "hinge", "ipo", "simpo"),
+        or_path=True,
+    )
     # SimPO divides log-probs by the length, so its beta has a different scale than DPO's.
     beta: float | None = setting(
         None, "Strength of the pull to the reference.", unset="0.1, and 2.0 with simpo", **POSITIVE

@@ -74,11 +74,13 @@ def simulate(
             if role.model is not None:
                 simulation.name_groups(_group_kinds(role.model.groups))
 
-        objectives = {actor: partial(policy_objective, algorithm)}
+        objectives: dict[ModelRole, Any] = {actor: partial(policy_objective, algorithm)}
+        actor.squared_probs = algorithm.needs_squared_probs
         critic = scorers.get(CRITIC.name)
         if critic is not None:
             objectives[critic] = partial(value_objective, algorithm)
         rows = _full_rows(config, batch, [role.layout for role in roles])
+        train_rows = _with_teacher_columns(rows, algorithm.distillation.top_tokens)
 
         # The first optimizer step allocates the optimizer states; after it every role is at rest.
         with simulation.phase("first step"):
@@ -89,7 +91,7 @@ def simulate(
                 role.residency.offload_all()
         resting = simulation.phases["first step"].end
 
-        _run_phases(simulation, roles, objectives, rows)
+        _run_phases(simulation, roles, objectives, rows, train_rows)
 
     # The first group is that of the world.
     job, *groups = memberships()
@@ -106,8 +108,12 @@ def _run_phases(
     roles: Sequence[ModelRole],
     objectives: Mapping[ModelRole, Any],
     rows: TrainBatch,
+    train_rows: TrainBatch,
 ) -> None:
-    """Run the forward pass of every role, then a training step of each role with an objective."""
+    """Run the forward pass of every role, then a training step of each role with an objective.
+
+    ``train_rows`` are the ``rows`` with the columns that only a training step reads.
+    """
     for role in roles:
         with role.resident(Use.READ), simulation.phase("score"):
             _set_boundary(simulation, role, rows)
@@ -117,9 +123,9 @@ def _run_phases(
     for role, objective in objectives.items():
         with role.resident():
             with simulation.phase("learn"):
-                _set_boundary(simulation, role, rows)
+                _set_boundary(simulation, role, train_rows)
                 with _counted_microbatches(simulation, "learn", role):
-                    role.accumulate(rows, objective)
+                    role.accumulate(train_rows, objective)
             with simulation.phase("step"):
                 role.step()
 
@@ -175,6 +181,19 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
 
     model = replace(config.model, path=folder(ACTOR.section))
     return with_role_sections(replace(config, model=model), with_folder)
+
+
+def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
+    """Return rows with the ``count`` most likely tokens of a teacher; unchanged for a count of 0."""
+    if not count:
+        return rows
+    tokens = len(rows.tokens)
+    ids = torch.arange(count, dtype=torch.int32)
+    return replace(
+        rows,
+        teacher_top_ids=ids.expand(tokens, count),
+        teacher_top_log_probs=torch.ones(1, 1).expand(tokens, count + 1),
+    )
 
 
 def _full_rows(
