@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -50,6 +50,7 @@ from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
+from megatron_rl.trainer.starts import Start, current_start, write_start
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
@@ -86,6 +87,8 @@ class Job:
     """Experiment trackers, on the main rank."""
     first_start: datetime | None = None
     """Current time for chat templates: the run's first start, so that a resumed run has the same prompts."""
+    start: Start | None = None
+    """Command, revision, versions and hardware of this job, on the main rank."""
 
     @property
     def token_files(self) -> TokenFiles:
@@ -153,6 +156,8 @@ class Job:
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
+            if self.start is not None:
+                write_start(self.folder, self.start, resumed=_resumes(self.config, self.folder))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         # Other ranks write into the folder next, which `start_over` may still be clearing.
@@ -173,11 +178,12 @@ class Job:
 
 
 @contextmanager
-def job(config: RunConfig) -> Iterator[Job]:
+def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    A failure of any rank is reported with its rank, roles and phase and ends the process, and with it the
-    job. Collective over the world.
+    ``explicit``: keys that the user has set, for the record of the start. A failure of any rank is
+    reported with its rank, roles and phase and ends the process, and with it the job. Collective over the
+    world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -193,6 +199,9 @@ def job(config: RunConfig) -> Iterator[Job]:
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
+        start = None
+        if main:
+            start = current_start(installed_versions(NUMBERS_DEPEND_ON), _hardware(), explicit)
         # Innermost, so that trackers are closed before the console is.
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
             yield Job(
@@ -204,6 +213,7 @@ def job(config: RunConfig) -> Iterator[Job]:
                 stop,
                 trackers,
                 _first_start(config, folder),
+                start,
             )
 
         # Only without an exception: a failed rank leaves at once, see `report_failure`.
@@ -236,17 +246,22 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         console.flush()
 
     # Configuration, versions and hardware, with which the numbers of runs can be compared later.
-    resumed = folder.has_begun() and config.checkpoint.resume != "never"
     run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": {
-            **host(),
-            "device": device.name(),
-            "ranks": device.world_size(),
-        },
+        "hardware": _hardware(),
     }
-    return Trackers(config.logging, folder, run_info, resumed=resumed, say=say)
+    return Trackers(config.logging, folder, run_info, resumed=_resumes(config, folder), say=say)
+
+
+def _hardware() -> dict[str, Any]:
+    """Return this host, the device of this rank and the number of ranks."""
+    return {**host(), "device": device.name(), "ranks": device.world_size()}
+
+
+def _resumes(config: RunConfig, folder: RunFolder) -> bool:
+    """Return whether a job continues what its run folder has."""
+    return folder.has_begun() and config.checkpoint.resume != "never"
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
@@ -527,7 +542,7 @@ def _code_files(job: Job) -> dict[str, bytes]:
 
     # Copies are named by their content: unchanged files share the copy of the previous run.
     copy = write_copy(folder, files)
-    resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
+    resumes = _resumes(job.config, job.folder)
     if old_name and old_name != copy.name and resumes:
         job.say(f"warning: this run resumes with other code: {folder / old_name} was used, now {copy}")
     write_text(folder / CURRENT_CODE, copy.name + "\n")

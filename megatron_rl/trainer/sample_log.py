@@ -100,7 +100,13 @@ class Samples:
         if names:
             columns["source"] = list(names)
         columns["reward"] = batch.scores.rewards.tolist()
+        for name, values in batch.scores.components.items():
+            columns[f"component/{name}"] = values.tolist()
         columns["valid"] = batch.scores.valid.tolist()
+        if result is not None and result.advantages is not None:
+            # A row without a valid reward has no advantage.
+            rows = zip(result.advantages.tolist(), columns["valid"], strict=True)
+            columns["advantage"] = [advantage if valid else None for advantage, valid in rows]
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)
