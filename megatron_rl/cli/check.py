@@ -54,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a step of the fullest ranks without machines, and compare",
     )
     parser.add_argument(
-        "--picture", metavar="FILE", type=Path, help="write an SVG of ranks, roles and weights as well"
+        "--picture",
+        metavar="FILE",
+        type=Path,
+        help="write an SVG of nodes, roles, weights and groups, too",
     )
 
 

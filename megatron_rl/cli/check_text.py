@@ -256,7 +256,7 @@ def summary(report: CheckReport) -> str:
     if report.config.job == TRAIN and report.algorithm is not None:
         note = report.algorithm.summary.rstrip(".")
         blocks.insert(0, _section("ALGORITHM", note, _algorithm(report)))
-    blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+    blocks.append(_section("ROLES", legend(report.layouts), _roles(report)))
     return "\n\n".join(blocks)
 
 
@@ -673,8 +673,8 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 # ---------------------------------------------------------------- roles and ranks
 
 
-def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
-    """Return the meaning of the letters in the table of ranks."""
+def legend(layouts: Mapping[str, ParallelLayout]) -> str:
+    """Return the meaning of the letters of coordinates, in the table of ranks and in the picture."""
     names = ["t tensor"]
     # Explain only the letters that the table contains.
     if any(layout.context > 1 for layout in layouts.values()):
