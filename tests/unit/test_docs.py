@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
+from megatron_rl.cli.formulas import FORMULAS
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -307,6 +308,20 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
     """Write them with ``python docs/images/draw.py``."""
     for name, text in drawings().items():
         assert (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8") == text, name
+
+
+def test_every_equation_of_an_algorithm_is_a_formula() -> None:
+    page = reference.algorithms()
+    assert [plain for plain, tex in FORMULAS.items() if f"$`{tex}`$" not in page] == []
+    # Code outside of examples that is no formula: conditions on settings.
+    text = re.sub(r"(?m)^    .*$|\$`[^`]+`\$", "", page)
+    code = {" ".join(match.split()) for match in re.findall(r"`([^`]+)`", text)}
+    equations = {item for item in code if re.search(r" [=+/^<>-] |sum_|\|", item)}
+    assert equations == {
+        "clip_high > clip_low",
+        "c = dual_clip > 1",
+        "covariance_low < covariance < covariance_high",
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:
