@@ -70,7 +70,9 @@ function heights(chart) {
 }
 
 function axis(chart, values) {
-  let low = Math.min(...values), high = Math.max(...values);
+  // Long runs have more values than a call can have arguments.
+  let low = values.reduce((least, value) => Math.min(least, value));
+  let high = values.reduce((most, value) => Math.max(most, value));
   const logarithmic = chart.logarithmic && low > 1e-100 && high >= 10 * low;
   if (logarithmic) return {low: low / 1.3, high: high * 1.3, logarithmic};
   if (chart.limits !== null) [low, high] = chart.limits;
