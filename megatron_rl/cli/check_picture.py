@@ -78,9 +78,10 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
             for slot, rank in enumerate(ranks):
                 if rank not in layout.ranks:
                     continue
-                part = order.setdefault(_part(layout, rank), len(order))
-                shards.append((role, slot, part))
+                index = order.setdefault(_replica_stage(layout, rank), len(order))
+                shards.append((role, slot, index))
         nodes_of.setdefault(tuple(shards), []).append(node)
+
     return [NodeKind(tuple(nodes), int(str(shards[0]))) for shards, nodes in nodes_of.items()]
 
 
@@ -99,7 +100,7 @@ def picture(report: CheckReport, name: str) -> str:
     layouts = dict(report.layouts)
     per_node = min(report.config.gpus_per_node, report.world_size)
     kinds = node_kinds(layouts, report.world_size, per_node)
-    drawn = kinds[:_MAX_KINDS]
+    drawn_kinds = kinds[:_MAX_KINDS]
 
     # One row for the bytes that a rank needs, and one for those that it receives.
     rows = len(layouts)
@@ -110,7 +111,7 @@ def picture(report: CheckReport, name: str) -> str:
         column = _NARROW_COLUMN
     width = max(_LEFT + column * per_node + 16, _LEFT + 5 * _COLUMN)
     kind_height = _HEADER + _ROW * rows + 14
-    groups_top = _TITLE + kind_height * len(drawn)
+    groups_top = _TITLE + kind_height * len(drawn_kinds)
     height = groups_top + _HEADER + _GROUP_ROW * (len(layouts) + 1) + 10
 
     elements = [
@@ -120,11 +121,11 @@ def picture(report: CheckReport, name: str) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(16, 26, f"{name} on {report.world_size} ranks", weight="bold"),
     ]
-    if len(kinds) > len(drawn):
-        note = f"{len(drawn)} of {len(kinds)} kinds of nodes are shown"
+    if len(kinds) > len(drawn_kinds):
+        note = f"{len(drawn_kinds)} of {len(kinds)} kinds of nodes are shown"
         elements.append(_text(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
 
-    for index, kind in enumerate(drawn):
+    for index, kind in enumerate(drawn_kinds):
         elements += _kind(report, kind, per_node, column, _TITLE + kind_height * index)
     elements += _groups(layouts, per_node, groups_top)
     elements.append(_text(16, height - 16, legend(layouts), _NOTE_COLOUR))
@@ -180,23 +181,24 @@ def _role_row(
 
     first = kind.nodes[0] * per_node
     slots = range(kind.size)
-    for part, members in groupby(slots, key=lambda slot: _part(layout, first + slot)):
+    for replica_stage, members in groupby(slots, key=lambda slot: _replica_stage(layout, first + slot)):
         bar = list(members)
         x = _LEFT + column * bar[0] + 4
         width = column * len(bar) - 8
         fill = colour
-        if part is None:
+        if replica_stage is None:
             fill = _EMPTY_COLOUR
         box = f'<rect x="{x}" y="{top + 4}" width="{width}" height="{_ROW - 8}" rx="5" fill="{fill}"/>'
         elements.append(box)
-        if part is None:
+        if replica_stage is None:
             continue
         label = _bar_label(role, layout, kind, per_node, bar)
+
         # A label that is too long for its bar is cut; its tooltip is complete.
-        shown = label
+        visible_label = label
         if len(label) * _CHARACTER > width:
-            shown = label[: max(1, int(width / _CHARACTER) - 1)] + "…"
-        text = _text(x + width // 2, top + 25, shown, "#ffffff", anchor="middle", size=12)
+            visible_label = label[: max(1, int(width / _CHARACTER) - 1)] + "…"
+        text = _text(x + width // 2, top + 25, visible_label, "#ffffff", anchor="middle", size=12)
         elements.append(f"<g><title>{escape(role)}: {escape(label)}</title>{text}</g>")
     return elements
 
@@ -212,7 +214,7 @@ def _sizes_text(role: str, layout: ParallelLayout) -> str:
     return f"{sizes}, {ranks}"
 
 
-def _part(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
+def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
     """Return the replica and the stage of a rank, None for a rank without the role."""
     if rank not in layout.ranks:
         return None

@@ -208,6 +208,7 @@ def _sample(
         for name, value in row.items()
         if name.startswith(_COMPONENT)
     }
+
     return {
         "set": set_name,
         "step": step,

@@ -120,14 +120,14 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
     return " ".join([*launcher, *map(shlex.quote, target), *map(_quoted, arguments[1:])])
 
 
-def _quoted(word: str) -> str:
+def _quoted(argument: str) -> str:
     """Return an argument as a shell reads it, with the value hidden of an override that sets secrets."""
-    key, separator, value = word.partition("=")
+    key, separator, value = argument.partition("=")
     # A value can be a mapping with secrets in it: `reward.arguments={api_key: k}`.
     names = [*key.split("."), *re.findall(r"[\w-]+(?=\W*:)", value)]
     if separator and value and any(map(is_secret, names)):
         return f"{shlex.quote(key)}={HIDDEN}"
-    return shlex.quote(word)
+    return shlex.quote(argument)
 
 
 def revision(folder: Path) -> str | None:
