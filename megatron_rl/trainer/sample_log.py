@@ -104,9 +104,9 @@ class Samples:
             columns[f"component/{name}"] = values.tolist()
         columns["valid"] = batch.scores.valid.tolist()
         if result is not None and result.advantages is not None:
-            # A row without a valid reward has no advantage.
-            rows = zip(result.advantages.tolist(), columns["valid"], strict=True)
-            columns["advantage"] = [advantage if valid else None for advantage, valid in rows]
+            # NaN, as in the rewards: a row without a valid one has no advantage.
+            advantages = result.advantages.masked_fill(~batch.scores.valid, float("nan"))
+            columns["advantage"] = advantages.tolist()
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)
