@@ -87,7 +87,7 @@ def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):
         sampled = int((~rows["valid"]).sum())
         assert 0 < sampled < len(rows)
         assert (rows["failure"].notna() == ~rows["valid"]).all()
-        assert (rows["advantage"].notna() == rows["valid"]).all() and rows["advantage"].abs().max() > 0
+        assert (rows["advantage"].notna() == rows["valid"]).all()
         assert rows["failure"].dropna().str.fullmatch(r"exception: (.*\n)*ValueError: an odd problem").all()
         greedy = sampled // 2  # two samples of each prompt, and its one greedy response
         assert f"step {step}: {sampled + greedy} rewards failed in all" in output
