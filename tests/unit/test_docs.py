@@ -286,15 +286,26 @@ def test_examples_and_translated_recipes_pass_check(
         assert code == 0, shown
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ppo_reward_model", "launch/examples/ppo_reward_model/run.yaml"),
+        ("llama_64gpu", "configs/llama3.1-70b-64gpu.yaml"),
+    ],
+)
 def test_the_picture_is_what_check_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    example = "launch/examples/ppo_reward_model/run.yaml"
-    assert main(["check", example, "--picture", str(tmp_path / "roles.svg")]) == 0
+    command = ["check", config, "--without-files", "--picture"]
+    assert main([*command, str(tmp_path / "roles.svg")]) == 0
     drawn = (tmp_path / "roles.svg").read_text(encoding="utf-8")
-    assert drawn == (ROOT / "docs/images/ppo_reward_model.svg").read_text(encoding="utf-8")
-    assert main(["check", example, "--picture", str(tmp_path / "no/roles.svg")]) == 2
+    assert drawn == (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8")
+    assert main([*command, str(tmp_path / "no/roles.svg")]) == 2
     assert "--picture" in capsys.readouterr().err
 
 
