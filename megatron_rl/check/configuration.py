@@ -153,6 +153,10 @@ class CheckReport:
             raise UserErrors(self.errors)
         return self.config
 
+    def explicit_keys(self) -> list[str]:
+        """Return the keys that a file or an override has set."""
+        return [key for key, origin in self.origins.items() if origin.kind in ("file", "override")]
+
 
 @dataclass
 class _Check:

@@ -54,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="simulate a step on the ranks with the most memory, without GPUs, and compare the estimate",
     )
     parser.add_argument(
-        "--picture", metavar="FILE", type=Path, help="also write an SVG of ranks, roles and weights"
+        "--picture",
+        metavar="FILE",
+        type=Path,
+        help="also write an SVG of nodes, roles, weights and groups",
     )
 
 

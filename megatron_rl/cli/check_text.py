@@ -265,7 +265,7 @@ def _plan_sections(report: CheckReport) -> str:
     if report.config.job == TRAIN and report.algorithm is not None:
         note = report.algorithm.summary.rstrip(".")
         blocks.insert(0, _section("ALGORITHM", note, _algorithm_lines(report)))
-    blocks.append(_section("ROLES", _legend(report.layouts), _role_lines(report)))
+    blocks.append(_section("ROLES", legend(report.layouts), _role_lines(report)))
     return "\n\n".join(blocks)
 
 
@@ -692,8 +692,8 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 # ---------------------------------------------------------------- roles and ranks
 
 
-def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
-    """Return the meaning of the letters in the table of ranks."""
+def legend(layouts: Mapping[str, ParallelLayout]) -> str:
+    """Return the meaning of the letters of coordinates, in the table of ranks and in the picture."""
     names = ["t tensor"]
     # Explain only the letters that the table contains.
     if any(layout.context > 1 for layout in layouts.values()):

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_rl import PUBLIC
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
+from megatron_rl.cli.formulas import with_formulas
 from megatron_rl.cli.main import COMMANDS
 from megatron_rl.config.field_types import entry_class, field_hints, section_class, type_text, union_members
 from megatron_rl.config.load import to_plain
@@ -284,7 +285,7 @@ def algorithms_page() -> str:
         described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{first}`.\n" for first in described if first != key]
         blocks += [
-            f"### {key}: {piece.__name__}\n\n{_doc(piece)}\n"
+            f"### {key}: {piece.__name__}\n\n{with_formulas(_doc(piece))}\n"
             for piece, first in first_kind.items()
             if first == key
         ]

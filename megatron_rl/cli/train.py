@@ -41,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
     with output_to(log, main=False):
         from megatron_rl.trainer import run as trainer
 
-    trainer.run(config)
+    trainer.run(config, report.explicit_keys())
     return 0

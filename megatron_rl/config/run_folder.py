@@ -28,6 +28,7 @@ class RunFolder:
 
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
+        self.starts = self.path / "starts.json"
 
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"

@@ -1,10 +1,14 @@
-"""Comparison of several runs: the settings that differ, the results, and one picture per metric."""
+"""Comparison of several runs: the results, the settings that differ, and the curves of all in one chart.
+
+The one idea: a user compares what was decided. Derived values and defaults follow from the explicit settings,
+or from another version, so they are only shown on request.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -25,12 +29,15 @@ from megatron_rl.trainer.curves import (
     running_mean,
     series,
 )
-from megatron_rl.trainer.report import run_metrics
+from megatron_rl.trainer.report import pairs_text, revision_text, run_metrics
+from megatron_rl.trainer.starts import Start, read_starts
 
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
 """Settings that may differ between the runs of one group."""
 OF_ONE_FOLDER = ("run_dir", "prepare")
-"""Settings that always differ, because runs have different folders, and are never compared."""
+"""Settings that differ between any two runs because they have different folders; never compared."""
+ALWAYS_EXPLICIT = ("world_size",)
+"""Settings that the command line of the launcher decides."""
 LAST_MEANS = (
     ("kl/ref", "KL to the reference", ".4f"),
     ("policy/entropy", "entropy", ".3f"),
@@ -48,6 +55,13 @@ MEANING = (
     "± is the standard deviation over the runs of a column."
 )
 
+_START_TEXTS: Mapping[str, Callable[[Start], str]] = {
+    "revision": revision_text,
+    "versions": lambda start: pairs_text(start.versions),
+    "hardware": lambda start: pairs_text(start.hardware),
+}
+"""Facts about a run's start that are compared like settings."""
+
 Result = tuple[float, str]
 """Number and the format to print it with."""
 
@@ -61,7 +75,16 @@ class ComparedRun:
     settings: Mapping[str, Any]
     """Configuration key -> value."""
     metrics: RunMetrics
-    """Metrics of the run's steps and stages."""
+    """Metrics of its steps and stages."""
+    start: Start | None = None
+    """Its last start, None without a record."""
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Return the keys that the user has set; all of them if they are not known."""
+        if self.start is None or not self.start.explicit:
+            return frozenset(self.settings)
+        return frozenset((*self.start.explicit, *ALWAYS_EXPLICIT))
 
 
 @dataclass(frozen=True)
@@ -76,11 +99,14 @@ class Comparison:
     groups: Mapping[str, Sequence[ComparedRun]]
     """Name of a group -> its runs."""
     settings: Sequence[Sequence[str]]
-    """Table of the settings that differ; each row has a key, then a value per group."""
+    """Rows of the explicit settings that differ, and of revision, versions and hardware: key, and a value for
+    each group."""
     results: Sequence[Sequence[str]]
     """Table of the results; each row has a label, then a value per group."""
     notes: Sequence[str] = ()
-    """Sentences about folders that are omitted because they are copies of other runs."""
+    """Notes on folders that are copies of other runs."""
+    derived: Sequence[Sequence[str]] = ()
+    """Rows of the other settings that differ: derived values, and defaults."""
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
@@ -93,8 +119,30 @@ def compare(folders: Sequence[Path]) -> Comparison:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
-    settings = _settings_rows(groups, keys)
-    return Comparison(groups, settings, _result_rows(groups), notes)
+    explicit = frozenset[str]().union(*(run.explicit for run in runs))
+    rows = _settings_rows(groups, keys)
+    settings = [row for row in rows if _is_explicit(row[0], explicit)]
+    derived = [row for row in rows if not _is_explicit(row[0], explicit)]
+    return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
+
+
+def _is_explicit(key: str, explicit: Collection[str]) -> bool:
+    """Return whether a key of config.yaml was set, itself or as a part of a mapping."""
+    parts = key.split(".")
+    return any(".".join(parts[: count + 1]) in explicit for count in range(len(parts)))
+
+
+def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
+    """Return what differs between the starts of the groups: revision, versions, hardware."""
+    rows: list[list[str]] = []
+    for name, text_of in _START_TEXTS.items():
+        cells: list[str] = []
+        for group in groups.values():
+            texts = [text_of(run.start) for run in group if run.start is not None]
+            cells.append("; ".join(dict.fromkeys(texts)) or "-")
+        if len(set(cells)) > 1:
+            rows.append([name, *cells])
+    return rows
 
 
 def _group_runs(
@@ -196,26 +244,34 @@ def write(folders: Sequence[Path], out: Path) -> str:
     notes = [*comparison.notes, MEANING]
 
     # The page for browsers; the Markdown below has the same tables.
-    sections = [page.paragraph(note) for note in notes]
-    sections.append(page.heading("Results"))
     numeric = range(1, len(names) + 1)
-    sections.append(page.table(("", *names), comparison.results, numeric=numeric))
-    sections.append(page.heading("Settings that differ"))
+    sections = [
+        page.heading("Results"),
+        page.table(("", *names), comparison.results, numeric=numeric),
+        *map(page.paragraph, notes),
+        page.heading("Settings that differ"),
+    ]
     if comparison.settings:
         sections.append(page.table(("", *names), comparison.settings))
     else:
         sections.append(page.paragraph("none"))
+    if comparison.derived:
+        title = f"{len(comparison.derived)} derived values and defaults that differ"
+        sections.append(page.folded(title, page.table(("", *names), comparison.derived)))
 
-    # One picture per metric, with a curve for each group.
+    # One chart per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
     sections += [
         page.heading("Curves"),
-        page.pictures(overlaid(runs_by_group)),
+        page.charts(overlaid(runs_by_group)),
     ]
 
-    markdown = "".join(f"{_escaped(note)}\n\n" for note in notes)
-    markdown += f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
-    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n"
+    markdown = f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
+    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n\n"
+    if comparison.derived:
+        count = len(comparison.derived)
+        markdown += f"{count} derived values and defaults differ, too: compare.html has them.\n\n"
+    markdown += "\n\n".join(map(_escaped, notes)) + "\n"
 
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", sections)
@@ -231,7 +287,11 @@ def _read_run(path: Path, name: str) -> ComparedRun:
         text = folder.config.read_text(encoding="utf-8", errors="replace")
     leaves = read_tree(text, str(folder.config), []).leaves()
     settings = {key: leaf.value for key, leaf in leaves}
-    return ComparedRun(name, settings, run_metrics(folder))
+    starts = read_starts(folder)
+    start = None
+    if starts:
+        start = starts[-1]
+    return ComparedRun(name, settings, run_metrics(folder), start)
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:

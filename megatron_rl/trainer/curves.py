@@ -1,9 +1,11 @@
-"""Curves of a run's metrics: a figure with the main metrics, and a picture per metric for the report."""
+"""Curves of a run's metrics: one picture of the main ones, and the values of a page's charts.
+
+The charts are drawn in the browser, which can show their values and zoom in; see `pages/charts.js`.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -180,26 +182,42 @@ def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
     return _styled_figure(axes)
 
 
-def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes]]:
-    """Return (title, SVG picture) for each metric of a run, and for the duration of its steps."""
-    # A separate figure for each, so that the page can arrange them according to its width.
-    result: list[tuple[str, bytes]] = []
-    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
-        axes = _axes(1)
-        _draw_panel(axes[0], panel_lines, panel)
-        result.append((panel.title, _svg(_styled_figure(axes))))
+Chart = dict[str, Any]
+"""Values of one chart: ``title``, ``axis``, ``limits``, ``logarithmic``, ``stacked``, ``flat``, ``curves``.
 
-    if _phase_seconds(lines):
-        axes = _axes(1)
-        _draw_times(axes[0], lines)
-        result.append(("time of a step (s)", _svg(_styled_figure(axes))))
+A curve has ``label``, ``colour``, ``thin``, ``steps``, ``values`` and, if the chart is smooth, ``means``.
+Charts of one ``axis`` have the same range of steps: those of the run, or of one stage.
+"""
+
+_FLAT = 1e-3
+"""Share of its largest value by which the values of a flat curve differ at most."""
+_DIGITS = 6
+"""Digits of a chart's numbers, which is more than a picture can show."""
+
+
+def charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
+    """Return a chart for each metric of a run, and one for the time of the steps."""
+    result: list[Chart] = []
+    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
+        steps, values = series(panel_lines, panel.metric)
+        curve = _curve(panel.metric, BLUE, steps, values, smooth=panel.smooth)
+        result.append(_chart(panel, [curve], _axis_name(panel, stages)))
+
+    seconds = _phase_seconds(lines)
+    if seconds:
+        steps = [int(line["step"]) for line in lines if line["step"] > 0]
+        # Smoothed, since a single slow step would hide the shares of the phases.
+        curves = [
+            _curve(name.removeprefix("time/"), COLOURS[index], steps, smoothed(values))
+            for index, (name, values) in enumerate(seconds.items())
+        ]
+        panel = Panel("time/step", "time of a step by phase (s)", smooth=False)
+        result.append(_chart(panel, curves, _axis_name(panel, stages), stacked=True))
     return result
 
 
-def overlaid(
-    groups: Mapping[str, Sequence[RunMetrics]],
-) -> list[tuple[str, bytes]]:
-    """Return (title, SVG picture) for each metric, with the curves of all runs in the same picture.
+def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
+    """Return a chart for each metric of several runs, with the curves of all runs.
 
     Runs of a group differ only in their seeds: each run has a thin line, and the group's mean a thick one.
     """
@@ -208,44 +226,84 @@ def overlaid(
     for run in (run for runs in groups.values() for run in runs):
         panels |= {panel.metric: panel for panel in panels_of(run.lines)}
         panels |= {panel.metric: panel for _, panel in stage_panels(run.stages)}
-    return [(panel.title, _svg(_overlay(panel, groups))) for panel in panels.values()]
+    return [_overlay(panel, groups) for panel in panels.values()]
 
 
-def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Figure:
-    """Return a figure with the curves of all groups for one metric."""
-    axes = _axes(1)
-    axis = axes[0]
+def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
+    """Return the chart of one metric with the curves of all groups."""
     stage_name = panel.metric.partition("/")[0]
+    curves: list[dict[str, Any]] = []
     for index, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[index % len(COLOURS)]
         # Runs can have different steps: average over the runs that have a value at the step.
         values_at: dict[int, list[float]] = {}
         for run in runs:
             steps, values = series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
-            curve = smoothed(values) if panel.smooth else values
-            for step, value in zip(steps, curve, strict=True):
+            if panel.smooth:
+                values = smoothed(values)
+            for step, value in zip(steps, values, strict=True):
                 values_at.setdefault(step, []).append(value)
             if len(runs) > 1:
-                axis.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.9)
+                curves.append(_curve("", colour, steps, values, thin=True))
 
         steps = sorted(values_at)
+        means = [fmean(values_at[step]) for step in steps]
         if steps:
-            means = [fmean(values_at[step]) for step in steps]
-            # The space is needed because matplotlib hides labels that begin with an underscore.
-            axis.plot(
-                steps,
-                means,
-                color=colour,
-                linewidth=1.8,
-                label=f" {_shortened(name)}",
-            )
+            curves.append(_curve(name, colour, steps, means))
+    stages = [name for runs in groups.values() for run in runs for name in run.stages]
+    return _chart(panel, curves, _axis_name(panel, stages))
 
-    if panel.limits is not None:
-        axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
-    _set_title(axis, panel.title)
-    for text in axis.legend(fontsize=7.5, frameon=False, loc="best").get_texts():
-        text.set_parse_math(False)
-    return _styled_figure(axes)
+
+def _axis_name(panel: Panel, stages: Collection[str]) -> str:
+    """Return the name of the axis that a chart shares with others: a stage, or empty for the run's steps."""
+    stage = panel.metric.partition("/")[0]
+    if stage in stages:
+        return stage
+    return ""
+
+
+def _chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
+    """Return the chart of a panel."""
+    values = [value for curve in curves for value in curve["values"]]
+    largest = max(abs(value) for value in values)
+    return {
+        "title": panel.title,
+        "axis": axis,
+        "limits": panel.limits,
+        "logarithmic": panel.logarithmic,
+        "stacked": stacked,
+        # A single value is a measurement, and not a curve that could rise or fall.
+        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT * largest,
+        "curves": curves,
+    }
+
+
+def _curve(
+    label: str,
+    colour: str,
+    steps: Sequence[int],
+    values: Sequence[float],
+    *,
+    thin: bool = False,
+    smooth: bool = False,
+) -> dict[str, Any]:
+    """Return one curve of a chart; a ``smooth`` one has a running mean, too."""
+    means = None
+    if smooth:
+        means = _rounded(smoothed(values))
+    return {
+        "label": label,
+        "colour": colour,
+        "thin": thin,
+        "steps": steps,
+        "values": _rounded(values),
+        "means": means,
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Return numbers with `_DIGITS` digits, which keeps pages small."""
+    return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
 def _set_title(axis: Axes, title: str) -> None:
@@ -327,13 +385,6 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
             extents.append(axis.bbox.x0 - labels.x0)
     for index in range(len(axes)):
         place(index, left_margin=max(extents) / figure.dpi + 0.1)
-
-
-def _svg(figure: Figure) -> bytes:
-    """Return a figure as SVG, without a date, so that equal runs have equal pictures."""
-    target = io.BytesIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:

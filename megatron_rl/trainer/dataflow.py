@@ -81,6 +81,7 @@ class Run:
         if report.warnings and process_rank() == 0:
             print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
         self.config: RunConfig = report.valid()
+        self._explicit_keys = report.explicit_keys()
         _reject_unsupported(self.config)
 
         self._stack = ExitStack()
@@ -97,7 +98,7 @@ class Run:
 
     def __enter__(self) -> Self:
         """Build the roles, and restore the newest checkpoint if there is one."""
-        self._job: Job = self._stack.enter_context(job(self.config))
+        self._job: Job = self._stack.enter_context(job(self.config, self._explicit_keys))
         try:
             self._entered = Training(self._job)
             self._members = ReplicaGroup(None, self._job.phases.gather_stats)
@@ -179,7 +180,9 @@ class Run:
             if self._batches:
                 batch = concatenate_batches(self._batches)
                 local_metrics += batch.metrics
-            step.result = StepResult(self._metrics, local_metrics, batch, training.state.algorithm)
+            step.result = StepResult(
+                self._metrics, local_metrics, batch, training.state.algorithm, advantages=None
+            )
             self._step = None
         self._is_complete = True
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -50,6 +50,7 @@ from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
+from megatron_rl.trainer.starts import Start, current_start, write_start
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
@@ -87,6 +88,8 @@ class Job:
     first_start: datetime | None = None
     """Time of the run's first start. Chat templates use it as the current time, so that a resumed run has the
     same prompts."""
+    start: Start | None = None
+    """Command, revision, versions and hardware of this job, on the main rank."""
 
     @property
     def token_files(self) -> TokenFiles:
@@ -155,6 +158,8 @@ class Job:
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
+            if self.start is not None:
+                write_start(self.folder, self.start, resumed=_resumes(self.config, self.folder))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         # Other ranks must not write into the folder before `start_over` has cleared it.
@@ -175,11 +180,11 @@ class Job:
 
 
 @contextmanager
-def job(config: RunConfig) -> Iterator[Job]:
+def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    A failure is reported with the rank, its roles and its phase, and ends this process and thereby the job.
-    Collective over the world.
+    ``explicit``: keys that the user has set, for the record of the start. A failure is reported with the
+    rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -195,6 +200,9 @@ def job(config: RunConfig) -> Iterator[Job]:
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
+        start = None
+        if main:
+            start = current_start(installed_versions(NUMBERS_DEPEND_ON), _hardware(), explicit)
         # Innermost, so that trackers are closed before the console.
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
             yield Job(
@@ -206,6 +214,7 @@ def job(config: RunConfig) -> Iterator[Job]:
                 stop,
                 trackers,
                 _first_start(config, folder),
+                start,
             )
 
         # Not after an exception: `report_failure` ends a failed rank's process immediately.
@@ -237,18 +246,23 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         console.write(text + "\n")
         console.flush()
 
-    # Record configuration, versions and hardware, which are needed to compare runs later.
-    resumed = folder.has_begun() and config.checkpoint.resume != "never"
+    # Configuration, versions and hardware, with which the numbers of runs can be compared later.
     run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": {
-            **host(),
-            "device": device.name(),
-            "ranks": device.world_size(),
-        },
+        "hardware": _hardware(),
     }
-    return Trackers(config.logging, folder, run_info, resumed=resumed, say=say)
+    return Trackers(config.logging, folder, run_info, resumed=_resumes(config, folder), say=say)
+
+
+def _hardware() -> dict[str, Any]:
+    """Return this host, the device of this rank and the number of ranks."""
+    return {**host(), "device": device.name(), "ranks": device.world_size()}
+
+
+def _resumes(config: RunConfig, folder: RunFolder) -> bool:
+    """Return whether a job continues what its run folder has."""
+    return folder.has_begun() and config.checkpoint.resume != "never"
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
@@ -539,7 +553,7 @@ def _code_files(job: Job) -> dict[str, bytes]:
 
     # A copy's name is derived from its content, so that unchanged files share the copy of the previous run.
     copy = write_copy(folder, files)
-    resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
+    resumes = _resumes(job.config, job.folder)
     if old_name and old_name != copy.name and resumes:
         job.say(f"warning: this run resumes with other code: {folder / old_name} was used, now {copy}")
     write_text(folder / CURRENT_CODE, copy.name + "\n")

@@ -30,6 +30,7 @@ from megatron_rl.algorithms import (
     valid_rows,
     value_objective,
 )
+from megatron_rl.algorithms.ragged import masked_row_means
 from megatron_rl.config.roles import TEACHER, section_of, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
@@ -81,7 +82,9 @@ class StepResult:
     """The rows of the step with their rewards; None if the step computed no rewards. ``failures`` and
     ``metrics`` of the batch are those of this rank only."""
     algorithm_state: AlgorithmState
-    """State of the algorithm for the next step, equal on every rank that trained."""
+    """State of the algorithm for the next step, the same value on every rank."""
+    advantages: Tensor | None
+    """[B] float32, mean advantage of each row's response tokens; None if a script computed its own."""
 
 
 class BatchSource(Protocol):
@@ -202,6 +205,7 @@ def train_step(
 
             result = _step_result(
                 batch,
+                train_batch,
                 batch_metrics,
                 sampling_metrics,
                 update,
@@ -462,6 +466,7 @@ def scatter_log_probs(
 
 def _step_result(
     batch: ScoredBatch,
+    train_batch: TrainBatch,
     batch_metrics: Metrics,
     sampling_metrics: Metrics,
     update: WeightUpdate,
@@ -474,7 +479,11 @@ def _step_result(
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)
     local_metrics = sampling_metrics + batch.metrics + update.metrics
-    return StepResult(batch_metrics, local_metrics, batch, state)
+
+    advantages = train_batch.advantages
+    if advantages is not None:
+        advantages = masked_row_means(advantages, batch.rollouts.response_mask, batch.rollouts.lengths)
+    return StepResult(batch_metrics, local_metrics, batch, state, advantages)
 
 
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:

@@ -1,11 +1,10 @@
-"""Self-contained HTML pages: tables, pictures, and a browser of samples.
+"""HTML pages that need no other file: tables, charts, and a browser of samples.
 
 jinja2 renders the templates in `pages/` and escapes every text.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -64,13 +63,19 @@ def table(
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 
 
-def pictures(titled: Sequence[tuple[str, bytes]]) -> Markup:
-    """Return a section of SVG pictures with their titles, side by side as far as the page is wide enough.
+def about(rows: Sequence[tuple[str, str]]) -> Markup:
+    """Return the facts about a page's subject: names and values, without headings."""
+    return _render("about.html", rows=rows)
 
-    ``titled``: (title, content of the SVG file) of each picture.
-    """
-    encoded = [(title, base64.b64encode(picture).decode()) for title, picture in titled]
-    return _render("pictures.html", pictures=encoded)
+
+def folded(title: str, content: Markup) -> Markup:
+    """Return content that is shown once its title is clicked."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(title, content)
+
+
+def charts(charts: Sequence[Mapping[str, Any]]) -> Markup:
+    """Return charts by the values of `curves.charts`, side by side if there is room; once per page."""
+    return _render("charts.html", charts=charts)
 
 
 def text(content: str) -> Markup:
@@ -78,11 +83,13 @@ def text(content: str) -> Markup:
     return Markup("<pre>{}</pre>").format(content)
 
 
-def sample_browser(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return a list of samples that a reader of the page can filter.
+def sample_browser(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[str, Any]]) -> Markup:
+    """Return a list of samples with filters.
 
-    Each sample has the keys set, step, prompt, response, truth, reward, length, finish, turns and failure;
-    the values from truth on may be None. A turn has role, content, tokens, and calls as texts; a sample with
-    turns is shown turn by turn. Text of a model or a data set is never interpreted as HTML or as a program.
+    Each sample has set, step, prompt, response, truth, reward, components, advantage, length, finish, turns,
+    failure, group, group_size and marks; what it does not have is None, or empty. A turn has role, content,
+    tokens, and calls as texts; a sample with turns is shown turn by turn. ``counts`` has the numbers of
+    ``stored`` and ``shown`` samples by ``set`` and ``step``. Text of a model or a data set is never
+    interpreted as HTML or as a program.
     """
-    return _render("samples.html", rows=rows)
+    return _render("samples.html", samples={"rows": rows, "counts": counts})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
-from megatron_rl.durable import require_file
-from megatron_rl.errors import UserError, first_line
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -28,20 +25,16 @@ from megatron_rl.trainer.curves import (
     WINDOW,
     Lines,
     RunMetrics,
+    charts,
     draw,
     measured_accuracies,
-    pictures,
     series,
 )
 from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
 from megatron_rl.trainer.logging import clock, spans
+from megatron_rl.trainer.report_samples import StoredSamples, read_samples, stored_samples
+from megatron_rl.trainer.starts import Start, read_starts
 
-SAMPLES = 2000
-"""Maximum number of samples on a page."""
-SAMPLES_OF_A_STEP = 32
-"""Maximum number of samples from one file."""
-MAX_TEXT_CHARACTERS = 4000
-"""Maximum length of a sample's text, to which it is cut."""
 HEALTH_SAMPLES = 4
 """Maximum number of samples that are shown for a health rule."""
 HEALTH_SAMPLES_READ = 10_000
@@ -50,9 +43,22 @@ HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 PICTURE_DPI = 130
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
-"""Phases that run between steps or concurrently with them, and are not part of the steps' time."""
-FINISH_REASONS = ("stop", "length", "failed")
-"""Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+"""Phases between steps, or concurrent with them, which have no share of the steps' time."""
+PART_OF = {
+    "reshard": "generate",
+    "reshard_verify": "generate",
+    "rows": "all phases that gather rows",
+    "offload": "all phases with a model",
+}
+"""Phases whose time is a part of other phases' time."""
+BETWEEN_STEPS = "between steps"
+"""The same of `OUTSIDE_STEPS`."""
+
+_PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
+PHASES_NOTE = (
+    "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
+    "roles on ranks of their own phases also run at the same time."
+)
 
 _NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
@@ -75,7 +81,9 @@ class PhaseTime:
     per_step: float
     """Mean seconds per step, over the steps that have the phase."""
     share: float | None
-    """Fraction of the time of all steps; None for a phase that is not part of steps."""
+    """Fraction of the time of all steps, None outside of steps."""
+    part_of: str = ""
+    """Phase that includes this one's time, empty for a phase of its own."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:
@@ -118,11 +126,11 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     # Print the table before files are written: the folder of another user's run may not be writable.
     _print_tables(folder, rows, phases, console)
     draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
-    samples, unreadable = stored_samples(folder)
-    sections = _page_sections(folder, run, rows, phases, samples, unreadable)
+    samples = stored_samples(folder)
+    sections = _page_sections(folder, run, rows, phases, samples)
     page.write(folder.report, folder.path.resolve().name, sections)
 
-    for line in unreadable:
+    for line in samples.unreadable:
         print(f"warning: {line}", file=console)
     print(
         f"learning curves: {folder.curve}\nreport:          {folder.report}",
@@ -136,14 +144,15 @@ def _page_sections(
     run: RunMetrics,
     rows: Sequence[SummaryRow],
     phases: Sequence[PhaseTime],
-    samples: Sequence[Mapping[str, Any]],
-    unreadable: Sequence[str],
+    samples: StoredSamples,
 ) -> list[Markup]:
-    """Return all sections of the page, from the final table to the configuration."""
-    sections = [page.table(("", "value", ""), rows, numeric=(1,))]
-    sections += [
+    """Return the sections of the page, from the run's start to its configuration."""
+    sections = [
+        page.about(about_rows(folder, run)),
+        page.heading("Result"),
+        page.table(("", "value", ""), rows, numeric=(1,)),
         page.heading("Learning curves"),
-        page.pictures(pictures(run.lines, run.stages)),
+        page.charts(charts(run.lines, run.stages)),
     ]
 
     sections += _health_sections(folder, run.lines)
@@ -151,23 +160,66 @@ def _page_sections(
     if pieces:
         sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
-        headings = ("phase", "total", "per step", "share")
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(_PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.paragraph(PHASES_NOTE))
 
-    # List unreadable files even if there is no sample to show.
-    if samples or unreadable:
+    # Files that cannot be read are named even if no sample is left to show.
+    if samples.rows or samples.unreadable:
         sections += [
             page.heading("Samples"),
-            *map(page.paragraph, unreadable),
+            *map(page.paragraph, samples.unreadable),
         ]
-    if samples:
-        sections.append(page.sample_browser(samples))
+    if samples.rows:
+        sections.append(page.sample_browser(samples.rows, samples.counts))
 
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
         sections += [page.heading("Configuration"), page.text(text)]
     return sections
+
+
+def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
+    """Return when, how, with what and for how long a run ran: names and values.
+
+    A run without a record of its starts has only its folder and the time of its steps.
+    """
+    rows = [("folder", str(folder.path.resolve()))]
+    starts = read_starts(folder)
+    if starts:
+        first = starts[0]
+        last = starts[-1]
+        started = first.time.replace("T", " ")
+        if len(starts) > 1:
+            started += f"; {len(starts)} starts, the last {last.time.replace('T', ' ')}"
+        rows += [("started", started), ("command", last.command)]
+        rows += [("revision", revision_text(last)), ("versions", pairs_text(last.versions))]
+        rows.append(("hardware", pairs_text(last.hardware)))
+
+    # Each start may have had another command, version or machine: the last one's are named above.
+    durations: list[str] = []
+    if starts and starts[0].moment is not None and folder.metrics.is_file():
+        seconds = folder.metrics.stat().st_mtime - starts[0].moment.timestamp()
+        durations.append(f"{clock(max(0.0, seconds))} from the start to the last step")
+    _, step_seconds = series(run.lines, "time/step")
+    if step_seconds:
+        durations.append(f"{clock(sum(step_seconds))} in {len(step_seconds)} steps")
+    if durations:
+        rows.append(("duration", "; ".join(durations)))
+    return [(name, escape_unprintable(value)) for name, value in rows]
+
+
+def revision_text(start: Start) -> str:
+    """Return the revisions of the package and of the folder in which a run was started."""
+    own = start.revision or "installed from a package"
+    if start.working_revision in (None, start.revision):
+        return own
+    return f"{own}; {start.working_revision} of the folder in which it was started"
+
+
+def pairs_text(values: Mapping[str, Any]) -> str:
+    """Return names and values as one line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
@@ -206,7 +258,7 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
         kind = path.stem.removesuffix(f"_{step}")
         # The page lists unreadable files in the section of samples.
         with contextlib.suppress(Exception):
-            samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
+            samples += read_samples(kind, step, path, HEALTH_SAMPLES_READ)[0]
 
     return [
         (
@@ -326,7 +378,7 @@ def _change(first: float, last: float, form: str = ".3f") -> str:
 def phase_times(lines: Lines) -> list[PhaseTime]:
     """Return the time of each phase, the longest first.
 
-    Phases can be nested, such as a reshard inside generate, so their shares need not add up to one.
+    A phase that is a part of others, such as reshard of generate, follows the rest: its share is in theirs.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
@@ -339,10 +391,13 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
         if values:
             has_share = bool(step_total) and name not in OUTSIDE_STEPS
             share = sum(values) / step_total if has_share else None
-            phases.append(PhaseTime(name, sum(values), fmean(values), share))
+            part_of = PART_OF.get(name, "")
+            if name in OUTSIDE_STEPS:
+                part_of = BETWEEN_STEPS
+            phases.append(PhaseTime(name, sum(values), fmean(values), share, part_of))
     if step_total:
         phases.append(PhaseTime("whole steps", step_total, fmean(step_seconds), 1.0))
-    return sorted(phases, key=lambda phase: -phase.total)
+    return sorted(phases, key=lambda phase: (bool(phase.part_of), -phase.total))
 
 
 def _print_tables(
@@ -374,9 +429,10 @@ def _print_tables(
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
-        times.add_column("phase")
-        for heading in ("total", "per step", "share"):
+        times.add_column(_PHASE_HEADINGS[0])
+        for heading in _PHASE_HEADINGS[1:-1]:
             times.add_column(heading, justify="right")
+        times.add_column(_PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
@@ -384,9 +440,9 @@ def _print_tables(
 
 def _phase_rows(
     phases: Sequence[PhaseTime],
-) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table of phases: name, total, per step, share."""
-    rows: list[tuple[str, str, str, str]] = []
+) -> list[tuple[str, ...]]:
+    """Return the cells of the table of phases, below `_PHASE_HEADINGS`."""
+    rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
         if phase.share is not None:
@@ -394,112 +450,5 @@ def _phase_rows(
 
         total = clock(phase.total)
         per_step = f"{_three_digits(phase.per_step)} s"
-        rows.append((phase.name, total, per_step, share))
+        rows.append((phase.name, total, per_step, share, phase.part_of))
     return rows
-
-
-def stored_samples(
-    folder: RunFolder,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return stored samples for the page, and a line for each unreadable file.
-
-    At most `SAMPLES` samples are selected, evenly over the steps; long texts are cut. For evaluation sets,
-    the samples of every step have the same prompts. Training samples are selected evenly over the rows of a
-    step. A file may be unreadable because the machine crashed during a write.
-    """
-    files: list[tuple[str, int, Path]] = []
-    for path in folder.rollouts.glob("*.parquet"):
-        kind, _, step = path.stem.rpartition("_")
-        if step.isdecimal():
-            files.append((kind, int(step), path))
-    files.sort()
-
-    # Select every stride-th file, so that the page has at most `SAMPLES` samples.
-    stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
-    samples: list[dict[str, Any]] = []
-    unreadable: list[str] = []
-    for kind in dict.fromkeys(kind for kind, _, _ in files):
-        files_of_kind = [file for file in files if file[0] == kind]
-        # Select backwards, so that the last step of each kind is always included.
-        selected = files_of_kind[::-stride][::-1]
-        for _, step, path in selected:
-            try:
-                samples += _read_samples(kind, step, path)
-            except Exception as error:  # pyarrow and malformed rows raise errors of many types
-                unreadable.append(f"{path.name} is omitted, since it cannot be read: {first_line(error)}")
-    return samples, unreadable
-
-
-def _read_samples(
-    kind: str,
-    step: int,
-    path: Path,
-    limit: int = SAMPLES_OF_A_STEP,
-) -> list[dict[str, Any]]:
-    """Read at most ``limit`` samples of a file, with the keys of `page.sample_browser`.
-
-    ``kind``: "step" for training samples, or "eval_NAME".
-    """
-    import pyarrow.parquet
-
-    require_file(path)
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    # For an evaluation, select the first rows, so that every step shows the same prompts.
-    stride = 1
-    if kind == "step":
-        stride = max(1, -(-len(rows) // limit))
-    samples: list[dict[str, Any]] = []
-    for row in rows[::stride][:limit]:
-        # A failed reward is NaN, which JSON does not have: store None.
-        reward = row.get("reward")
-        if reward is not None:
-            reward = round(reward, 6) if math.isfinite(reward) else None
-        finish = row.get("finish_reason")
-        if finish is not None:
-            finish = FINISH_REASONS[finish]
-        samples.append({
-            "set": "training" if kind == "step" else kind.removeprefix("eval_"),
-            "step": step,
-            "prompt": _cut(row.get("prompt")),
-            "response": _cut(row.get("response")),
-            "truth": _cut_optional(row.get("ground_truth")),
-            "reward": reward,
-            "length": row.get("length"),
-            "finish": finish,
-            "turns": _turns(row.get("conversation")),
-            "failure": _cut_optional(row.get("failure")),
-        })  # fmt: skip
-    return samples
-
-
-def _turns(conversation: Any) -> list[dict[str, Any]] | None:
-    """Return the turns of a stored conversation for `page.sample_browser`, or None for a single response."""
-    if conversation is None:
-        return None
-
-    # `write_rollouts` stores a column whose values have no common Parquet type as JSON.
-    turns = json.loads(conversation) if isinstance(conversation, str) else conversation
-    return [
-        {
-            "role": turn["role"],
-            "content": _cut(turn["content"]),
-            "tokens": turn["tokens"],
-            "calls": [
-                _cut(f"{call['function']['name']} {call['function']['arguments']}")
-                for call in turn.get("tool_calls") or ()
-            ],
-        }
-        for turn in turns
-    ]
-
-
-def _cut(value: Any) -> str:
-    """Return a value as text, cut to `MAX_TEXT_CHARACTERS`, with the number of omitted characters."""
-    text = str(value)
-    surplus = len(text) - MAX_TEXT_CHARACTERS
-    return text if surplus <= 0 else f"{text[:MAX_TEXT_CHARACTERS]} … ({surplus} more characters)"
-
-
-def _cut_optional(value: Any) -> str | None:
-    """Return a value as text as `_cut` does, or None for None."""
-    return None if value is None else _cut(value)

@@ -88,12 +88,12 @@ from megatron_rl.trainer.state import (
 from megatron_rl.types import Rollouts
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, explicit: Sequence[str] = ()) -> None:
     """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    Collective over the world.
+    ``explicit``: keys that the user has set, for the record of the start. Collective over the world.
     """
-    with job(config) as current_job:
+    with job(config, explicit) as current_job:
         if config.job != TRAIN:
             run_alone(current_job)
             return

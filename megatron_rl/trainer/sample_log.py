@@ -99,7 +99,13 @@ class Samples:
         if names:
             columns["source"] = list(names)
         columns["reward"] = batch.scores.rewards.tolist()
+        for name, values in batch.scores.components.items():
+            columns[f"component/{name}"] = values.tolist()
         columns["valid"] = batch.scores.valid.tolist()
+        if result is not None and result.advantages is not None:
+            # NaN, as in the rewards: a row without a valid one has no advantage.
+            advantages = result.advantages.masked_fill(~batch.scores.valid, float("nan"))
+            columns["advantage"] = advantages.tolist()
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 import yaml
@@ -153,6 +154,8 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     runs = ("whole", "ended", "damaged")
     judged = {name: metrics(tmp_path / name)[0]["reward/component/preference"] for name in runs}
     assert judged["whole"] == judged["ended"] == judged["damaged"]
+    samples = pandas.read_parquet(tmp_path / "whole/run/rollouts/step_1.parquet")
+    assert samples["component/preference"].mean() == pytest.approx(judged["whole"])
     named = "reward.models.preference.training: its model is damaged: model.safetensors has other content"
     assert named in anew["damaged"] and "damaged" not in anew["ended"].replace(str(tmp_path), "")
     assert (tmp_path / "damaged/run/reward_models/preference.1").is_dir()

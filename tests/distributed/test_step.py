@@ -9,6 +9,9 @@ import pytest
 import yaml
 from test_roles import metrics, ppo
 
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.trainer.starts import read_starts
+
 TRACED, SCORED = (Path(__file__).parent / f"workers/{name}_train.py" for name in ("traced", "scored"))
 MOST_FILES = {"torch": 53, "vllm": 56}
 """A newcomer reads a plain GRPO step in so many files."""
@@ -84,8 +87,14 @@ def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):
         sampled = int((~rows["valid"]).sum())
         assert 0 < sampled < len(rows)
         assert (rows["failure"].notna() == ~rows["valid"]).all()
+        assert (rows["advantage"].notna() == rows["valid"]).all()
         assert rows["failure"].dropna().str.fullmatch(r"exception: (.*\n)*ValueError: an odd problem").all()
         greedy = sampled // 2  # two samples of each prompt, and its one greedy response
         assert f"step {step}: {sampled + greedy} rewards failed in all" in output
         assert output.count(f"step {step}: a reward failed (exception): ") == 1
         assert line["reward/invalid"] == pytest.approx((sampled + greedy) / (len(rows) * 1.5))
+
+    # The record of the start has the command, and the keys of the file alone.
+    (start,) = read_starts(RunFolder(tmp_path / "run/run"))
+    assert "-m megatron_rl train" in start.command and start.hardware["ranks"] == 2
+    assert "reward.function" in start.explicit and "reward.timeout" not in start.explicit
