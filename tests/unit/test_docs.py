@@ -322,7 +322,7 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
 
 
 def test_every_equation_of_an_algorithm_is_a_formula() -> None:
-    page = reference.algorithms()
+    page = reference.algorithms_page()
     assert [plain for plain, tex in FORMULAS.items() if f"$`{tex}`$" not in page] == []
     # Code outside of examples that is no formula: conditions on settings.
     text = re.sub(r"(?m)^    .*$|\$`[^`]+`\$", "", page)
