@@ -150,7 +150,7 @@ def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
     shards = [VocabularyShard(part * rows, VOCABULARY, ALONE) for part in range(parts)]
     pieces = [weight[shard.start : shard.start + rows].detach() for shard in shards]
     stats = [
-        head.statistics(states.detach(), piece, targets, temperature, shard, 4, bucket_ids=ids)
+        head.softmax_statistics(states.detach(), piece, targets, temperature, shard, 4, bucket_ids=ids)
         for shard, piece in zip(shards, pieces, strict=True)
     ]
     log_normaliser, *scalars, log_buckets = head._combine_buckets(torch.stack(stats), targets, ids)
