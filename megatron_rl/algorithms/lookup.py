@@ -189,9 +189,9 @@ def get_algorithm(
 
 
 def preference_function(loss: str, key: str) -> Any:
-    """Return the user's preference loss at a path, None for the name of a loss.
+    """Load the user's preference loss from a path ``file.py:function``; return None for a built-in loss.
 
-    Raises UserError for a path that is no function of one argument.
+    Raises UserError if the path does not lead to a function of one argument.
     """
     if ":" not in loss:
         return None
@@ -203,7 +203,7 @@ def preference_function(loss: str, key: str) -> Any:
             where=key,
             expected="a function(pairs), which returns one number per pair",
             got=f"{loss}, of type {type(function).__name__}",
-            fix="write def NAME(pairs): ... and name that",
+            fix="define a function def NAME(pairs): ... and use its name",
         )
     _check_call(function, ("pairs",), f"{loss}(pairs)", key)
     return function

@@ -547,11 +547,11 @@ class TokenCounter:
             return
 
         data = data_set.data
-        through_template = any(uses_chat_template(record, data) for record in records)
+        uses_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
-        # The template's own problems, once for all data sets.
-        if through_template:
+        # Warn of the template itself only once for all data sets.
+        if uses_template:
             if self.chat is None:
                 return
             end_list = ", ".join(end_texts)
@@ -562,7 +562,7 @@ class TokenCounter:
             end_texts = self.chat.ends
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
-        if data_set.responses and through_template and self.thoughts_end is not None:
+        if data_set.responses and uses_template and self.thoughts_end is not None:
             warning = unclosed_thoughts_warning(
                 records, data_set.responses, data, self.thoughts_end, data_set.path
             )

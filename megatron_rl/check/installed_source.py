@@ -98,7 +98,7 @@ def table_names(module: str, table: str) -> list[str] | None:
 def field_error(
     section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
 ) -> UserError | None:
-    """Return the error for a pass-through setting that is no field of ``owner``, or has the wrong type.
+    """Return the error for a pass-through setting that is not a field of ``owner``, or has the wrong type.
 
     Returns None for a valid setting. ``installed`` are the fields of the class, ``owner`` is its name.
     """

@@ -556,7 +556,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
             where=path,
             expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
             "or MY_API_KEY",
-            got=f"{len(name)} characters that are no such name",
+            got=f"{len(name)} characters that are not such a name",
             fix="put the secret into such a variable, and write its name here",
         )
         return

@@ -169,7 +169,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
 
 
 def _section_errors(entry: _UnknownEntry) -> list[UserError]:
-    """Return the errors for an unknown section: one for the whole, or one for each name below it."""
+    """Return the errors for an unknown section: one for the complete section, or one for each key in it."""
     error = entry.error
 
     # The section itself may be another project's name for one of our sections.
@@ -180,12 +180,12 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
         if not _replace(entry, counterpart.ours, entry.value).problems:
             return [_renamed_error(entry, counterpart, counterpart.ours)]
 
-    # Or a misspelling of one.
+    # It may also be a misspelling of one of our sections.
     guess = _guess_error(entry)
     if guess is not None:
         return [guess]
 
-    # Otherwise suggest a key for each name in it that has one.
+    # Otherwise suggest a key for each name in the section for which one is found.
     errors: list[UserError] = []
     unmatched: list[str] = []
     for names, value in _leaves(entry.value, ()):

@@ -295,7 +295,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
                 where=path,
                 expected="below less than above: values between them are healthy",
                 got=f"below {below:g}, above {above:g}",
-                fix="exchange the two, or change the other one, too",
+                fix="exchange the two values, or change the other limit as well",
             )
 
 

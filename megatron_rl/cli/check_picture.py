@@ -1,6 +1,6 @@
 """The result of a check as a picture: nodes, the roles on their ranks, and what roles send between ranks.
 
-The one idea: most nodes of a large job are alike. Nodes whose ranks have the same roles and the same shards
+The one idea: most nodes of a large job are equal. Nodes whose ranks have the same roles and the same shards
 are drawn once, with the indices of all their replicas and stages, so that a picture of any size is readable.
 """
 
@@ -32,7 +32,7 @@ _TITLE = 44
 _HEADER = 36
 _GROUP_ROW = 26
 _CHARACTER = 7.5
-"""Width of a character of a label, at most."""
+"""Maximum width of a character in a label, in pixels."""
 
 _ROLE_COLOURS = ("#2563a8", "#8a5bb5", "#b5485d", "#5aa7b8", "#6b7280", "#7c6f1d")
 _ROLLOUT_COLOUR = "#1f2937"
@@ -52,7 +52,7 @@ _DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes whose ranks have the same roles, and divide them alike between replicas and stages.
+    """Nodes whose ranks have the same roles, divided in the same way between replicas and stages.
 
     Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
     """

@@ -325,7 +325,7 @@ def _model_path(model: str) -> str:
 
 
 def _paths(args: argparse.Namespace) -> Paths:
-    """Return the paths for the configuration of a plan."""
+    """Return the paths of models, data and rewards that a plan's configuration contains."""
     return Paths(
         model=args.model_path or _model_path(args.model),
         data=args.data,

@@ -556,7 +556,7 @@ def _is_shared_base(config: RunConfig) -> bool:
 def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the item for the weights of a role with adapters: the adapters alone if it shares the base."""
+    """Return the item for the weights of a role with adapters: only the adapters if it shares the base."""
     reason = own_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"

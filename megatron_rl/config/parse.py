@@ -96,7 +96,7 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
 
 
 def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
-    """Return an empty section for a required section; for a required value record its absence."""
+    """Return an empty section for a required section; for a required value, record an error, return None."""
     if section_class(hint) is not None and key not in parse.broken:
         # An empty section makes the errors name each of its required keys.
         return Section()

@@ -210,7 +210,7 @@ MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
 
 
 def teacher_of_task(config: RunConfig) -> dict[str, str]:
-    """Return the role that teaches each task with a teacher of its own: task -> ``teachers.NAME``."""
+    """Return the role that teaches each task with a separate teacher: task -> ``teachers.NAME``."""
     return {
         task: f"{TASK_TEACHERS.name}.{name}"
         for name, section in config.teachers.items()

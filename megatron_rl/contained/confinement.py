@@ -144,7 +144,7 @@ def allow_processor_seconds(seconds: float) -> None:
 
 
 def _at_most(value: int, hard: int) -> int:
-    """Return ``value``, or the hard limit if that is lower; RLIM_INFINITY is no limit."""
+    """Return ``value``, or the hard limit if that is lower; RLIM_INFINITY means no limit."""
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 

@@ -55,7 +55,7 @@ LARGEST_FRAME = 2**24
 """Bytes of the largest reply; a longer frame is a protocol error."""
 INVALID_TEXT = "no_text"
 """Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
-INVALID_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
+INVALID_TEXT_MESSAGE = "sent text with half a surrogate pair (U+D800 to U+DFFF), which is not a character"
 LARGEST_MESSAGE = 4000
 """Characters of an exception's text that are reported."""
 LONGEST_LINE = 4096

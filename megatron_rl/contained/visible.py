@@ -1,7 +1,7 @@
 """The files and environment variables that are visible to contained code; all others are hidden.
 
 A path is visible because the interpreter needs it (its installation, folders of modules, libraries of the
-system), because the code is in it, or because ``limits.read`` names it. In a folder with many purposes (`/`,
+system), because the code is in it, or because ``limits.read`` names it. In a shared folder (`/`,
 a home, `/tmp`) only Python files and packages are visible: a run may be started in such a folder, and it may
 contain a user's keys.
 """
@@ -58,7 +58,7 @@ _SHARED_FOLDERS = frozenset(
         *("/srv", "/sys", "/tmp", "/var", "/var/tmp"),
     }
 )
-"""Folders with many purposes, in addition to the homes of users."""
+"""Folders that contain files of several programs or users, in addition to the homes of users."""
 _MAX_LINKS = 40
 """Most symbolic links that the kernel follows in one path."""
 
@@ -131,7 +131,7 @@ def visible_paths(
     """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
 
     ``read`` are the paths that the user names. With ``write`` the current folder is visible too, even if it
-    has many purposes.
+    is shared.
     """
     packages = [*_interpreter(), *_programs()]
     if network:
@@ -153,7 +153,7 @@ def visible_paths(
 
 
 def is_shared(folder: str) -> bool:
-    """Return whether a folder has many purposes: `/`, `/tmp` and the like, a home, or a parent of one."""
+    """Return whether several programs share a folder: `/`, `/tmp` and others, a home, or a parent of one."""
     path = os.path.realpath(folder)
     homes = {os.path.realpath(os.path.expanduser("~"))}
     # In a container the user may have no entry in the user database.
@@ -196,7 +196,7 @@ def _reversed_components(path: str) -> list[str]:
 
 
 def _interpreter() -> Iterator[str]:
-    """Yield the installation of this process's Python, or its parts if its folder has many purposes."""
+    """Yield the folders of this process's Python installation; of a shared folder, only Python's parts."""
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
     for prefix in {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}:
@@ -234,7 +234,7 @@ def _is_in_home(folder: str) -> bool:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield a folder of modules, or only its Python files and packages if it has many purposes."""
+    """Yield a folder of modules; of a shared folder, only its Python files and packages."""
     if not is_shared(folder):
         yield folder
         return

@@ -426,7 +426,7 @@ def find_turn_end(
 def turn_end_mismatch(
     end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
 ) -> UserError | None:
-    """Return the warning about a template that ends turns with a token other than those of the model's files.
+    """Return a warning if the template ends turns with a token that is not an end in the model's files.
 
     ``ends`` are the tokens that the files define as ends of responses, and ``end_texts`` their texts.
     """
@@ -449,8 +449,8 @@ def turn_end_mismatch(
         where="model.path",
         expected=f"one of the tokens that end responses there: {end_texts}",
         got=f"{token} (id {end.token}); responses to prompts of the template end there, too",
-        fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, for whoever uses the model "
-        "after the run",
+        fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, so that other "
+        "programs end responses there, too",
     )
 
 

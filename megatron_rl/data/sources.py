@@ -795,21 +795,21 @@ def _text_warnings(
 ) -> Iterator[UserError]:
     """Yield the warnings about the texts of the first records, and about the template that renders them."""
     records = encoded.records[:EXAMINED_RECORDS]
-    through_template = any(uses_chat_template(record, data) for record in records)
-    ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
+    uses_template = any(uses_chat_template(record, data) for record in records)
+    ends = end_token_ids(tokenizer, config.model.path, templated=uses_template)
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
-    # The template: its end of turns, and thoughts that it opens.
-    if through_template:
-        problem = turn_end_warning(tokenizer, config.model.path)
-        if problem is not None:
-            yield problem
+    # Warn of a template that ends turns with an unknown token, or that opens thoughts in the prompt.
+    if uses_template:
+        warning = turn_end_warning(tokenizer, config.model.path)
+        if warning is not None:
+            yield warning
         warning = _unclosed_thoughts(chat, records, fields, data, setting)
         if warning is not None:
             yield warning
 
-    # The texts.
+    # Warn of marks of a template, or of ends, inside the texts.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
     yield from response_warnings(records, fields, data, setting, chat, end_texts)
 

@@ -307,9 +307,10 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
-        """Wake the engine and sync its weights if stale; at the end put it to sleep if it ``sleeps``.
+        """Wake the engine and sync stale weights; if it ``sleeps``, put it to sleep again at the end.
 
-        The weights are those of ``rollout_version`` or, with ``newest``, the model's, for an evaluation.
+        The engine gets the weights of ``rollout_version`` or, with ``newest``, the model's current ones, for
+        an evaluation.
         Yields the metrics of the sync, which are empty without a sync. Collective over the group.
         """
         # The sync writes into the engine's storage, which exists only while the engine is awake.

@@ -459,7 +459,7 @@ def _attend_between_boundaries(
     if padding:
         value = functional.pad(value, (0, padding))
 
-    # Numbers of tokens before and after a token that it attends to; -1 is no limit.
+    # Numbers of tokens before and after a token that it attends to; -1 means no limit.
     window_size = (-1, 0)
     if window is not None:
         window_size = (window, 0)

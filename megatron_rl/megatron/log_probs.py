@@ -766,12 +766,16 @@ def _combine_buckets(
     targets: Tensor,
     ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_combine` does, and the log-probs of the buckets [n, k + 1], from [shards, 4 + k, n]."""
+    """Return the results of `_combine`, and the log-probs of the buckets [n, k + 1].
+
+    ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
+    ``ids`` [n, k]; the last bucket is that of all other tokens.
+    """
     merged = _merge(stats)
     rest = merged[:4]
     bucket_logits = merged[4:].t()
 
-    # The tokens of the buckets are one more shard of the vocabulary, that has the target if one is it.
+    # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
     is_target = ids == targets[:, None]
     position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
     ones = torch.ones_like(bucket_logits[:, 0])

@@ -57,7 +57,7 @@ class Adapter(nn.Module):
     """
 
     mask: Tensor
-    """[out, kinds], 1 where a row of B belongs to a kind."""
+    """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
     initial_B: Tensor | None
@@ -82,7 +82,7 @@ class Adapter(nn.Module):
         self.state = "trained"
         """``trained`` or ``initial``: the values that `forward` uses."""
 
-        # Not persistent: checkpoints and PEFT files have A and B alone.
+        # Not persistent: checkpoints and PEFT files contain only A and B.
         self.register_buffer("mask", mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)

@@ -50,7 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
 _LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
-"""An opening fence after other text on its line, which is no fence in Markdown."""
+"""An opening fence after other text on its line, which is not a fence in Markdown."""
 _INDENT = 3
 """Columns that a closing fence may be indented further than its opening fence, as in CommonMark."""
 

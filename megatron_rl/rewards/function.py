@@ -265,7 +265,7 @@ class FunctionReward:
                     if not key.data.receive(outcomes):
                         self._replace(selector, key.data, queue, outcomes, CRASHED)
 
-                # A worker that has just ended is no timeout but a crash, which the next `select` reports.
+                # A worker that has just ended is not a timeout but a crash, which the next `select` reports.
                 now = time.monotonic()
                 for worker in list(self._workers):
                     if worker.calls and now >= worker.deadline and not worker.process.wait(0):

@@ -185,7 +185,7 @@ class RewardRole:
 
     @property
     def _functions(self) -> dict[str, FunctionReward]:
-        """Return the scorers that run in this rank's worker processes, by name, which excludes servers."""
+        """Return the scorers that run in this rank's worker processes, by name; servers are excluded."""
         functions: dict[str, FunctionReward] = {}
         for name, (_, scorer) in self._scorers.items():
             if isinstance(scorer, FunctionReward):

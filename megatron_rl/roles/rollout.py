@@ -140,7 +140,7 @@ class RolloutRole:
         if not self._in_process:
             # Count the requests that one server lost and another server answered.
             assert isinstance(self.engine, ServerGenerator)
-            new_tokens = new_tokens._replace(resubmitted=self.engine.resubmitted())
+            new_tokens = new_tokens._replace(resubmitted=self.engine.pop_resubmitted())
         return new_tokens
 
     def gather(

@@ -63,7 +63,7 @@ class _Conversation:
     stops: StopTexts
     """Search for stop texts in the policy's turns."""
 
-    seen: int = 0
+    exchanged_tokens: int = 0
     """Number of response tokens that the environment has received as turns or returned as observations."""
 
     has_own_prompt: bool = False
@@ -112,7 +112,7 @@ class _Conversation:
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the turn of tokens from ``seen`` to ``end`` is complete."""
+        """Return whether the tokens from ``exchanged_tokens`` to ``end`` are a complete turn."""
         # In a replay, the turn ends before the observation that follows it in the sequence.
         is_replayed = end < len(self.sequence.tokens)
         if is_replayed or self.is_full or self.turn_tokens_left == 0:
@@ -120,9 +120,9 @@ class _Conversation:
         return self.is_stopped(end)
 
     def is_stopped(self, end: int) -> bool:
-        """Return whether the turn of tokens from ``seen`` to ``end`` ends with a stop token or stop text."""
+        """Return whether the turn from ``exchanged_tokens`` to ``end`` ends with a stop token or text."""
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.seen)
+        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.exchanged_tokens)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -182,7 +182,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 # Without limits, the request is bounded only by the room of the response.
                 limits = [bound for bound in bounds if bound is not None]
                 limit = min(limits, default=None)
-                requests.append(self.request(conversation.number, limit, conversation.seen))
+                requests.append(self.request(conversation.number, limit, conversation.exchanged_tokens))
                 conversation.in_engine = True
 
         # After the requests: a sequence needs its first request only when its new environment has responded.
@@ -243,7 +243,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 self._turn_requested(conversation, event)
             elif isinstance(event, EpisodeRestart):
                 # The new environment has received nothing: replay the existing tokens.
-                conversation.seen = 0
+                conversation.exchanged_tokens = 0
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
             else:
@@ -287,9 +287,9 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._hand_over(conversation, len(sequence.tokens))
 
     def _hand_over(self, conversation: _Conversation, end: int) -> None:
-        """Send the turn of tokens from ``seen`` to ``end`` to the environment, with its parsed tool calls."""
+        """Send the tokens from ``exchanged_tokens`` to ``end`` to the environment, with parsed tool calls."""
         sequence = conversation.sequence
-        start = conversation.seen
+        start = conversation.exchanged_tokens
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
@@ -311,7 +311,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 ]
                 text = content
 
-        conversation.seen = end
+        conversation.exchanged_tokens = end
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
@@ -334,7 +334,7 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         The sequence already has tokens of this turn if sampling was interrupted, or in a replay.
         """
-        if conversation.seen:
+        if conversation.exchanged_tokens:
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
@@ -345,14 +345,14 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         # Find the end of the tokens of this turn that have already been sampled.
         sequence = conversation.sequence
-        end = conversation.seen
+        end = conversation.exchanged_tokens
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
         # The turn's limit includes these tokens.
         conversation.turn_tokens_left = None
         if event.limit is not None:
-            num_sampled = end - conversation.seen
+            num_sampled = end - conversation.exchanged_tokens
             conversation.turn_tokens_left = max(0, event.limit - num_sampled)
         if conversation.is_turn_complete(end):
             self._hand_over(conversation, end)
@@ -369,7 +369,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         Returns whether a turn follows: false if the episode has failed, or has no room for a turn.
         """
         sequence = conversation.sequence
-        start = conversation.seen
+        start = conversation.exchanged_tokens
 
         # Tokenise the messages as a continuation of the turn, whose last token may be a stop token.
         stop_token = None
@@ -396,7 +396,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             return False
         else:
             sequence.append_observed(observed)
-        conversation.seen = end
+        conversation.exchanged_tokens = end
         return True
 
     def _open(

@@ -319,7 +319,7 @@ def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tu
 
 
 def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """Return the dense layers of Qwen's mixtures: every step-th layer has experts, except the listed ones."""
+    """Return the dense layers of Qwen's MoE models: every step-th layer has experts unless it is listed."""
     step = reader.get("decoder_sparse_step", 1)
     mlp_only = reader.get("mlp_only_layers", [])
     return tuple(
@@ -330,7 +330,7 @@ def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def gated_shared_expert(reader: ConfigReader, dense_layers: tuple[int, ...] = ()) -> Fields:
-    """Read routed experts beside one shared expert whose output has a gate, as Qwen's mixtures have it."""
+    """Read the fields of routed experts and a shared expert with a gated output, as in Qwen's MoE models."""
     return {
         **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("shared_expert_intermediate_size"),

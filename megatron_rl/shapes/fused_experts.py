@@ -129,8 +129,8 @@ def stored_shapes(shapes: Mapping[str, Shape], interleaved: bool = True) -> dict
 def expert_tensors(stored: str, shape: Shape, interleaved: bool = True) -> dict[str, TensorLocation]:
     """Return the tensors of the model in a stored one (`transposed_location`), with the location of each.
 
-    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are no tensor
-    of the model.
+    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are not
+    a tensor of the model.
 
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 32, 64)))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']

@@ -103,13 +103,13 @@ class Constants:
     efficiency: SimpleNamespace
     """Fractions of a peak that kernels and links reach."""
     decode: SimpleNamespace
-    """Decoding, for all engines."""
+    """Constants of decoding that are equal for all engines."""
     engines: Mapping[str, SimpleNamespace]
-    """Decoding, by engine."""
+    """Constants of decoding by engine."""
     weight_sync: SimpleNamespace
-    """Weight transfer."""
+    """Constants of the weight transfer from the actor to the engine."""
     memory: SimpleNamespace
-    """Memory that a plan may use."""
+    """Constants of the memory that a plan may use."""
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""

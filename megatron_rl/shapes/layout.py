@@ -332,7 +332,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error of a number of ranks that is no multiple of a model replica's."""
+    """Return the error for a number of ranks that is not a multiple of the ranks of a model replica."""
     product = layout.model_ranks
     if layout.size % product == 0:
         return []

@@ -222,7 +222,7 @@ def tensor_locations(
 
 
 def language_name(stored: str) -> str:
-    """Return the name of a stored tensor in a checkpoint of the language model alone.
+    """Return the name of a stored tensor in a checkpoint of only the language model.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')

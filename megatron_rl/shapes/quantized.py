@@ -50,7 +50,7 @@ class Quantization:
     method: str
     """``quant_method`` of config.json."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None for a scale of a row or of a tensor."""
+    """Rows and columns that share a scale; None for one scale per row or per tensor."""
 
     @property
     def text(self) -> str:

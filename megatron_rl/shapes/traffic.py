@@ -144,14 +144,14 @@ class SharedBytes:
 
     needed: tuple[int, ...]
     """Bytes, [ranks of a replica]."""
-    held: Mapping[int, Sequence[int]]
-    """Bytes by global rank of the actor, then [ranks of a replica]."""
+    resident: Mapping[int, Sequence[int]]
+    """Global rank of the actor -> bytes of each replica rank's weights that it has, [ranks of a replica]."""
     model_bytes: int
     """Bytes of one complete copy of the weights."""
 
-    def lacking(self, rank: int, rank_in_replica: int) -> int:
+    def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
         """Return the bytes that a global rank receives as a rank of a replica."""
-        resident = self.held.get(rank)
+        resident = self.resident.get(rank)
         # A rank outside the actor receives everything.
         if resident is None:
             return self.needed[rank_in_replica]
@@ -165,7 +165,7 @@ class SharedBytes:
         return WeightTraffic(
             self.model_bytes,
             {rank: self.needed[index] for rank, index in ranks_in_replica.items()},
-            {rank: self.lacking(rank, index) for rank, index in ranks_in_replica.items()},
+            {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()},
         )
 
 
@@ -182,28 +182,28 @@ def peers_on_node(
     common: dict[int, list[int]] = {}
     stage_of: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
-        bytes_by_rank = [shared_bytes.held[rank] for rank in stage_ranks]
+        bytes_by_rank = [shared_bytes.resident[rank] for rank in stage_ranks]
         common[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
         stage_of |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
     for position, receiver in enumerate(ranks):
         index = position % len(shared_bytes.needed)
-        if not shared_bytes.lacking(receiver, index):
+        if not shared_bytes.missing_bytes(receiver, index):
             continue
 
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_of.get(sender)
             # Ranks with the same shards share one list; equal bytes may be of different experts.
-            if stage is None or shared_bytes.held[sender] is shared_bytes.held.get(receiver):
+            if stage is None or shared_bytes.resident[sender] is shared_bytes.resident.get(receiver):
                 continue
 
             # A receiver already has the common bytes of its own stage.
             resident_bytes = 0
             if stage == stage_of.get(receiver):
                 resident_bytes = common[stage][index]
-            if shared_bytes.held[sender][index] > resident_bytes:
+            if shared_bytes.resident[sender][index] > resident_bytes:
                 peers.setdefault(sender, set()).add(receiver)
                 peers.setdefault(receiver, set()).add(sender)
     return max((len(peers_of_rank) for peers_of_rank in peers.values()), default=0)
@@ -257,7 +257,7 @@ def shared_bytes(
     model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(
         needed=tuple(engine.common_bytes(single_rank)[0]),
-        held=engine.common_bytes(actor, settings),
+        resident=engine.common_bytes(actor, settings),
         model_bytes=model.common_bytes(single_rank)[0][0],
     )
 
@@ -433,7 +433,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
     """
     replica_size = len(weights.needed)
     ordered = tuple(sorted(ranks))
-    if replica_size == 1 or not weights.held.keys() & set(ranks):
+    if replica_size == 1 or not weights.resident.keys() & set(ranks):
         return ordered
 
     result: list[int] = []
@@ -444,7 +444,9 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
             continue
 
         # Assign each rank of the island to a rank in a replica.
-        costs = tuple(tuple(weights.lacking(rank, index) for index in range(replica_size)) for rank in island)
+        costs = tuple(
+            tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
+        )
         if costs not in solved:
             solved[costs] = assign(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]

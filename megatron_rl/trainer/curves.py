@@ -190,7 +190,7 @@ Charts of one ``axis`` have the same range of steps: those of the run, or of one
 """
 
 _FLAT = 1e-3
-"""Share of its largest value by which the values of a flat curve differ at most."""
+"""A curve is flat if its values differ by at most this fraction of the largest one."""
 _DIGITS = 6
 """Digits of a chart's numbers, which is more than a picture can show."""
 

@@ -38,7 +38,7 @@ class RuleState:
     measured: bool = False
     """Whether any step of the run had the rule's metrics."""
     begun: int = 0
-    """Step after which the rule began to fire."""
+    """Step after which the rule started to fire."""
     changed: list[tuple[int, float]] = field(default_factory=list)
     """(step, value) of the last consecutive measurements that contradict ``firing``."""
     memory: dict[str, list[float]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class RuleState:
 class HealthMonitor:
     """The health rules of a run on the main rank, which has the metrics of all ranks.
 
-    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` begins to fire.
+    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` starts to fire.
     """
 
     def __init__(self, rules: Sequence[HealthRule], say: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ class HealthMonitor:
         values: Mapping[str, float],
         states: MutableMapping[str, RuleState],
     ) -> dict[str, float]:
-        """Update ``states`` with a step's metrics; print the rules that begin or cease to fire.
+        """Update ``states`` with a step's metrics; print the rules that start or stop firing.
 
         ``states``: name of a rule -> its state, changed in place. Returns the metrics ``health/NAME`` (1 if
         the rule fires, else 0) of the rules that have been measured in this or an earlier step.
@@ -111,7 +111,10 @@ class HealthMonitor:
         value: float,
         state: RuleState,
     ) -> None:
-        """Update a rule with a measurement; it begins or ceases to fire after `HealthRule.steps` of them."""
+        """Update a rule with a measurement, and announce a change of its state.
+
+        The state changes after `HealthRule.steps` consecutive measurements that contradict it.
+        """
         if rule.is_outside(value) == state.firing:
             state.changed.clear()
             return
@@ -185,7 +188,7 @@ Memory = dict[str, list[float]]
 
 
 def _value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the first metric of a rule."""
+    """Return the value of the rule's first metric, or None if the step does not have it."""
     return values.get(rule.metrics[0])
 
 

@@ -222,7 +222,10 @@ def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
 
 
 def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
-    """Return the time of the run's first start, equal on all ranks, although they cannot communicate yet."""
+    """Return the time of the run's first start, equal on all ranks.
+
+    Process groups do not exist yet, so ranks read it from the run folder; without a file they use the day.
+    """
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 

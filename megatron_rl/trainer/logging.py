@@ -351,7 +351,7 @@ class Progress:
 def output_to(path: Path, main: bool) -> Iterator[TextIO]:
     """Redirect the output of this process to ``path`` inside the block; yield the console.
 
-    File descriptors are redirected, so that the output of C libraries is, too. The console is the original
+    File descriptors are redirected, which includes the output of C libraries. The console is the original
     standard output on the ``main`` rank, and the log file on others. When the block ends, even by an
     exception, the output is restored, so that errors are shown to the user.
     """

@@ -81,9 +81,9 @@ class PhaseTime:
     per_step: float
     """Mean seconds per step, over the steps that have the phase."""
     share: float | None
-    """Fraction of the time of all steps, None outside of steps."""
+    """Fraction of the time of all steps; None for a phase outside of steps."""
     part_of: str = ""
-    """Phase that includes this one's time, empty for a phase of its own."""
+    """Phase that includes this one's time, empty for a phase that is not part of another."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:

@@ -54,7 +54,7 @@ class StoredSamples:
     """
 
     rows: list[dict[str, Any]]
-    """Samples in the form of `page.sample_browser`, by set and step."""
+    """Samples in the format of `page.sample_browser`, by set and step."""
     counts: list[dict[str, Any]]
     """Numbers of stored and shown samples of each set and step."""
     unreadable: list[str]
@@ -199,7 +199,7 @@ def _set_name(kind: str) -> str:
 def _sample(
     row: dict[str, Any], set_name: str, step: int, marks: Sequence[str], characters: int
 ) -> dict[str, Any]:
-    """Return a row of a file in the form of `page.sample_browser`."""
+    """Convert a row of a samples file to the format of `page.sample_browser`."""
     finish = row.get("finish_reason")
     if finish is not None:
         finish = FINISH_REASONS[finish]

@@ -448,9 +448,9 @@ def check_coverage(
     padding_gaps: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, parameter in parameters.items():
         numel = parameter.numel()
-        gaps, num_doubles = _find_gaps(boxes_by_storage.get(name, []), numel)
-        if num_doubles:
-            errors.append(f"{name}: {num_doubles} elements are written more than once")
+        gaps, num_overlaps = _find_gaps(boxes_by_storage.get(name, []), numel)
+        if num_overlaps:
+            errors.append(f"{name}: {num_overlaps} elements are written more than once")
 
         # Gaps in padding are valid: no checkpoint has values for it.
         data_end = padding.get(name, numel)
@@ -491,13 +491,13 @@ def _find_gaps(
     latest_ends = numpy.maximum.accumulate(ends)
     previous_ends = numpy.concatenate([[0], latest_ends[:-1]])
     distance = starts - previous_ends
-    num_doubles = -distance[distance < 0].sum()
+    num_overlaps = -distance[distance < 0].sum()
 
     is_gap = distance > 0
     gap_starts = previous_ends[is_gap].tolist()
     gap_ends = starts[is_gap].tolist()
     gaps = list(zip(gap_starts, gap_ends, strict=True))
-    return gaps, int(num_doubles)
+    return gaps, int(num_overlaps)
 
 
 def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:

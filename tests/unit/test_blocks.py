@@ -237,7 +237,7 @@ def test_a_new_mixer_is_counted_as_it_says(decay_shape: ModelShape) -> None:
     assert memory.activations > 100 * 2 * (saved[0] / 2)
     traffic = shared_bytes(shape, layout, 1, 2)
     assert traffic.model_bytes == 2 * shape.parameters
-    assert sum(traffic.held[0]) < traffic.model_bytes
+    assert sum(traffic.resident[0]) < traffic.model_bytes
 
 
 def layer(shape: ModelShape) -> LocalLayer:

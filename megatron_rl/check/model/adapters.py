@@ -61,7 +61,8 @@ CHECKPOINT_LAYERS = {
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` is the key of their section; ``engine`` is the rollout engine for the actor's, None for others.
+    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, None for
+    those of other roles.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():
@@ -270,7 +271,7 @@ def _peft_config_errors(
                 where=f"{key}.path",
                 expected=f"{name}: {json.dumps(plain)} in {file}",
                 got=json.dumps(peft[name]),
-                fix="start from an adapter of plain LoRA, which has two matrices alone",
+                fix="start from an adapter of plain LoRA, which has only two matrices",
             )
 
 

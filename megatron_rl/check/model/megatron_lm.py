@@ -58,8 +58,8 @@ def with_megatron_models(
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
     """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
 
-    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are keys with errors already;
-    with ``allow_missing``, checkpoints that do not exist are left to the rules on missing files.
+    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are the keys that already have
+    errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
 
     Returns:
         The configuration with the folders' paths, the origins of the paths that changed, and the errors.

@@ -377,7 +377,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Return whether two arguments are equal: numbers up to rounding, false values of any type."""
+    """Return whether two arguments are equal, numbers up to rounding; False, None and 0 are equal."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
         return abs(value - expected) <= 1e-6 * abs(expected)

@@ -265,7 +265,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 
 def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
-    """Return the bytes of the first value with a matching name in the files of tensors.
+    """Read the bytes of the first value with a matching name from the directory's tensor files.
 
     ``storage`` is the directory's map from names to files and offsets.
     """

@@ -42,7 +42,7 @@ def place_blocks(layers: list[Any], shape: ModelShape, first: int, options: Laye
 
 
 def finish_blocks(chunk: Any, spec: ModelSpec) -> None:
-    """Finish the layers of a GPTModel chunk, all layers with equal halves together."""
+    """Run `BlockBuilder.finish` for each mixer and feed-forward of a GPTModel chunk, on its layers."""
     for kind, layers in _layers_by_kind(chunk.decoder.layers, spec.model.shape):
         _builder(kind).finish(layers, spec)
 
@@ -63,7 +63,7 @@ def _builder(kind: Mixer | FeedForward) -> BlockBuilder[Any]:
     """Return the builder of a block; raise UserError for a block that can only be planned."""
     if kind.name not in BUILDERS:
         raise UserError(
-            f"no module of Megatron's is here for the block {kind.name!r}",
+            f"the block {kind.name!r} has no Megatron module",
             where="model.path",
             expected=f"a model of blocks that can be built: {', '.join(sorted(BUILDERS))}",
             got=kind.name,

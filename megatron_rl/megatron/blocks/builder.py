@@ -1,4 +1,4 @@
-"""What Megatron builds for one kind of block of `megatron_rl.shapes.blocks`."""
+"""The interface of builders, which make Megatron's modules for the blocks of `megatron_rl.shapes.blocks`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerOptions(NamedTuple):
 
 
 class BlockBuilder(Generic[Kind]):
-    """Builder of one kind of mixer or feed-forward; without overrides Megatron's layer is built as it is."""
+    """Builder of one kind of mixer or feed-forward; without overrides it builds Megatron's own layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Adjust Megatron's modules in this process, before its configuration is made. Idempotent."""
@@ -39,4 +39,4 @@ class BlockBuilder(Generic[Kind]):
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add to the built layers with this block what Megatron's settings do not express."""
+        """Modify the built layers with this block in ways that Megatron's settings cannot express."""

@@ -245,7 +245,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens whose keys and values need as many bytes as a row's states."""
+    """Return the number of tokens whose keys and values need as many bytes as a row's recurrent states."""
     element_bytes = min(_CACHE_BYTES, machine.weight_bytes)
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
     if not token_bytes:

@@ -72,7 +72,7 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 """Groups of roles that share GPUs, by algorithm; for PPO the groups of HybridFlow's figure 12 and others."""
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on the states of an idle role, as multiples of its smallest states; the last one is no limit."""
+"""Limits on the states of an idle role, as multiples of its smallest states; the last one means no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05

@@ -1,8 +1,8 @@
 """The protocols of a rollout engine, and the construction of a run's engine.
 
 A `Generator` samples; a `WeightStore` has storage that the hybrid engine writes into. They are separate
-protocols because a server splits them: the ranks of the job have its generator, the server's workers its
-weights. Further capabilities of an engine are in the table of `config.engines`.
+protocols because with a server they are apart: the ranks of the job have the generator, and the server's
+workers have the weights. Further capabilities of an engine are in the table of `config.engines`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Generator(Protocol):
 
     @property
     def most_rows(self) -> int:
-        """Return the number of requests that the engine works on at once; further ones queue inside it."""
+        """Return the maximum number of requests that the engine runs concurrently; it queues others."""
         ...
 
     # Sampling: submit, step and abort inside the context of `sampling`, and interrupt at its end.

@@ -207,8 +207,8 @@ class ServerGenerator:
         self._servers = list(servers)
         self._weights = weights
 
-    def resubmitted(self) -> int:
-        """Return the number of requests that were sent to another server since the last call."""
+    def pop_resubmitted(self) -> int:
+        """Return the number of requests that were sent to another server since the last call; reset it."""
         count = self._resubmitted
         self._resubmitted = 0
         return count

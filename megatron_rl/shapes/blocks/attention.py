@@ -156,7 +156,7 @@ def _plain_elements(layer: LocalLayer) -> float:
     projection = shape.head_dim * (heads + 2 * groups)
 
     # Counted per query head, since keys and values are repeated. The last term is one float32 number.
-    core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32
+    core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
     if shape.sinks:
         # One more dimension of queries, keys, values and output.
         core += 4 * heads
@@ -166,7 +166,7 @@ def _plain_elements(layer: LocalLayer) -> float:
         norms = layer.plain_norm((heads + groups) * shape.head_dim, output=False)
     if shape.whole_qk_norm:
         # Inputs and normalised values in float32.
-        norms = 2 * (heads + groups) * shape.head_dim * layer.float32
+        norms = 2 * (heads + groups) * shape.head_dim * layer.float32_elements
 
     # In float32, keys are saved as a view of the complete projection, and queries too if they are contiguous.
     saves_views = shape.qk_norm and layer.dtype_bytes == 4

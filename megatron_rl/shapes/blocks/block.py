@@ -46,8 +46,8 @@ class LocalLayer:
     """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
 
     @property
-    def float32(self) -> float:
-        """Return the number of elements that one float32 number counts as."""
+    def float32_elements(self) -> float:
+        """Return the bytes of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
         return 4 / self.dtype_bytes
 
     def plain_norm(self, width: float, output: bool = True) -> float:
@@ -58,8 +58,8 @@ class LocalLayer:
         # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
         if self.shape.pre_norms and self.shape.post_norms:
-            normalised = self.float32
-        return width * (self.float32 + normalised + output)
+            normalised = self.float32_elements
+        return width * (self.float32_elements + normalised + output)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Mixer(ABC):
 
 @dataclass(frozen=True)
 class FeedForward(ABC):
-    """The half of a layer that computes every token alone, such as an MLP or a mixture of experts.
+    """The half of a layer that processes each token independently, such as an MLP or a mixture of experts.
 
     Sizes are fields of the subclass, or fields of `ModelShape` for the feed-forwards of this package.
     """

@@ -90,17 +90,17 @@ class GatedDeltaNet(Mixer):
         projections = 2 * shape.linear_qk + 2 * shape.linear_v + 2 * shape.linear_v_heads
         convolution = 2 * shape.linear_qk + shape.linear_v
         # Queries and keys are repeated for the value heads that share them.
-        repeated = 2 * shape.linear_v_heads * shape.linear_k_head_dim * layer.float32
+        repeated = 2 * shape.linear_v_heads * shape.linear_k_head_dim * layer.float32_elements
         # The rule's output, and the same normalised and gated: the output projection's input.
         outputs = 2 * shape.linear_v
 
         elements = projections + convolution + repeated + outputs
         if not layer.fused:
-            elements += _matrix_elements(shape) * layer.float32 / _CHUNK_TOKENS
+            elements += _matrix_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count as many elements as are saved."""
+        """Count the elements of a plain layer that are saved: all of them are alive at once."""
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:

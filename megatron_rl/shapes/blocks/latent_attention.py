@@ -65,7 +65,7 @@ class LatentAttention(Mixer):
             return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
         # Queries, keys, values and output, and one float32 number; or the inputs alone.
-        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32
+        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
             core = heads * (2 * shape.qk_dim + shape.v_head_dim)
         output = heads * shape.value_dim

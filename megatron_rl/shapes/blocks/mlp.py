@@ -26,7 +26,7 @@ class Mlp(FeedForward):
             yield from biases(shape, "mlp.", "mlp.", shape.mlp_width)
 
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the width."""
+        """Return the width of the MLP."""
         return shape.mlp_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -38,7 +38,7 @@ class Mlp(FeedForward):
         return 5 * layer.shape.mlp_width / layer.tensor
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the width."""
+        """Return the width of the MLP, which the tensor-parallel size divides."""
         return [("MLP width", shape.mlp_width, "tensor")]
 
 

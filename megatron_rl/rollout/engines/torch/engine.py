@@ -399,7 +399,7 @@ def _decode(
 def _generator(seed: int, draws: int) -> torch.Generator:
     """Return a sequence's random generator after ``draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    # One draw at a time and many at once advance a CPU generator alike; `draw` uses float64, too.
+    # Separate draws and a batch of draws advance a CPU generator equally; `draw` also uses float64.
     torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 

@@ -340,7 +340,7 @@ class _DistributedOfLayout:
 
 
 class _TorchOfLayout:
-    """Replacement of the torch module with another ``distributed``."""
+    """Replacement of the torch module in which ``torch.distributed`` is a `_DistributedOfLayout`."""
 
     def __init__(self, distributed: Any) -> None:
         self.distributed = distributed
