@@ -163,7 +163,7 @@ class DatasetStats:
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
-        'read the first 200 of more records, counted the tokens of 64: longest 512 of 256; 1 are longer'
+        'read the first 200 of many records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
 
     where: str
@@ -176,7 +176,7 @@ class DatasetStats:
 
     def line(self) -> str:
         """Return the statistics as one sentence."""
-        records = f"the first {self.records:,} of more"
+        records = f"the first {self.records:,} of many"
         if self.records == self.total:
             records = f"all {self.total:,}"
         elif self.total is not None:

@@ -39,7 +39,7 @@ from megatron_rl.types import TensorBox
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
-_MOST_POSITIONS = 1 << 20
+_MAX_POSITIONS = 1 << 20
 """Upper bound of the --max-position-embeddings in written checkpoints."""
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """Metadata from which Megatron-LM's loader derives the names of sharded states."""
@@ -63,7 +63,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
 
-    positions = min(model.shape.max_positions, _MOST_POSITIONS)
+    positions = min(model.shape.max_positions, _MAX_POSITIONS)
     padding = -model.shape.vocab % VOCABULARY_MULTIPLE
     padded_vocabulary = model.shape.vocab + padding
 

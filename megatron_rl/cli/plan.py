@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node", type=int, help="GPUs of a node (default: those of the GPU's usual machine)"
     )
     machine.add_argument("--network-gigabits-per-gpu", type=float, help="network bandwidth of a GPU, Gbit/s")
-    machine.add_argument("--network-gigabits-per-node", type=float, help="the same of a node, Gbit/s")
+    machine.add_argument(
+        "--network-gigabits-per-node", type=float, help="network bandwidth of a node, Gbit/s"
+    )
 
     job = parser.add_argument_group("job")
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")

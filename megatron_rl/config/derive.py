@@ -539,7 +539,7 @@ def _fill_checkpoint(
 
 
 def _fill_preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
-    """Fill in the default beta of the preference loss, which is that of its paper."""
+    """Fill in the default beta of the preference loss: the value from the paper of the loss."""
     if preference is None or preference.beta is not None:
         return preference
     if preference.loss == "simpo":

@@ -268,7 +268,7 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
 
 @dataclass(eq=False)
 class UnknownName(UserError):
-    """Error of a name that its section does not have.
+    """Error for a name that does not exist in its section.
 
     Example: ``actor: {optimiser: {}}`` has the key ``optimiser`` in the section ``actor`` with the value
     ``{}``.

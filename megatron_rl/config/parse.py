@@ -44,7 +44,7 @@ class Parse:
     """Paths whose value is a placeholder or a default because of a mistake."""
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake, and mark the value at ``path`` as broken: it is not the one that was written."""
+        """Record a mistake, and mark the value at ``path`` as broken: a default or placeholder is used."""
         self.note(path, node, message, **fields)
         self.broken.add(path)
 

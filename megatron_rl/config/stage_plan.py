@@ -116,7 +116,10 @@ def for_job(config: RunConfig) -> RunConfig:
 
 
 def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Reset the keys of a section that a job ignores to their defaults; its keys begin with ``prefix``."""
+    """Reset the keys of a section that a job ignores to their defaults.
+
+    ``prefix`` is the section's path with a dot at the end, empty for the complete configuration.
+    """
     values = {}
     for item in fields(section):
         path = f"{prefix}{item.name}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 MANIFEST = "files.json"
 """File of a copy that lists its files with their digests."""
-MOST_FILES = 500
+MAX_FILES = 500
 """Most files of one package that are copied; further files are loaded from their own paths."""
 _THIS_PACKAGE = "megatron_rl"
 
@@ -121,13 +121,13 @@ def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
         package = folder / name
         module = folder / f"{name}.py"
         if (package / "__init__.py").is_file():
-            return sorted(package.rglob("*.py"))[:MOST_FILES]
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
 
         if module.is_file():
             return [module]
         # A namespace package, without __init__.py.
         if package.is_dir() and any(package.glob("*.py")):
-            return sorted(package.rglob("*.py"))[:MOST_FILES]
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
     return []
 
 

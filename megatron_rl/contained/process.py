@@ -171,7 +171,7 @@ class ContainedProcess:
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
     def load(self, spec: str, *arguments: Any) -> dict[str, Any]:
-        """Load ``spec`` in the process, and return the process's first reply; raise LoadFailed.
+        """Load ``spec`` in the process and return the process's first reply; raise LoadFailed if that fails.
 
         ``arguments`` are sent to the serving function with ``spec``.
         """

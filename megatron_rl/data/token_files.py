@@ -130,7 +130,7 @@ class TokenFiles:
         inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
-        """Return the tokenised data set at ``path`` from its file of tokens, or call ``encode``.
+        """Return the tokenised data set at ``path`` from its file of tokens, or encode it and write the file.
 
         ``inputs`` are all inputs of ``encode`` other than records and tokenizer; they identify the file.
         ``setting`` is the configuration key of ``path``, for errors. Waits while another process writes the
@@ -146,7 +146,7 @@ class TokenFiles:
         try:
             self.folder.mkdir(exist_ok=True)
             with _exclusive(file.with_suffix(".lock")) as was_locked:
-                stored = self._stored(file, setting, was_locked)
+                stored = self._read_valid(file, setting, was_locked)
                 if stored is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
                     _write(file, encoded)
@@ -162,8 +162,8 @@ class TokenFiles:
         self.warn(f"warning: {setting}: every process tokenises the data for itself: {reason}")
         return encoded
 
-    def _stored(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
-        """Return the content of a file, or None if it is absent or damaged; remove a damaged file.
+    def _read_valid(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
+        """Read a file of tokens; return None if it is absent or damaged, and remove a damaged file.
 
         ``was_locked``: whether another process had the lock. That process has written the file or verified
         its digest, so the bytes need not be verified again.

@@ -43,7 +43,7 @@ CONFIG_KEY = "rollout.environment"
 LOOP_FILES = 3
 """Open files of an episode's event loop, in addition to those of its environment."""
 
-MOST_OWN = 32
+MAX_OWN_PER_EPISODE = 32
 """Number of files, and of processes, per episode that the hard limits of a process allow for."""
 
 LARGEST_OWN = 4096

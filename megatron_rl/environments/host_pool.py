@@ -34,10 +34,10 @@ GRACE_SECONDS = 2.0
 """Time within which a cancelled environment must end, and a process must respond to a ping; then the process
 is replaced."""
 
-MOST_EPISODES = 2**14
+MAX_EPISODES = 2**14
 """Number of episodes per process for whose files the hard limit of open files allows."""
 
-MOST_PROGRAMS = 2**10
+MAX_PROGRAMS = 2**10
 """Number of episodes per process for whose child processes the hard limit of processes allows; it is lower,
 since the kernel bounds processes, too."""
 
@@ -169,8 +169,8 @@ class EnvironmentPool:
             **asdict(self.config.limits),
             # An agent connects to its endpoint on the loopback interface.
             "loopback": True,
-            "own_files": protocol.MOST_OWN * MOST_EPISODES,
-            "own_processes": protocol.MOST_OWN * MOST_PROGRAMS,
+            "own_files": protocol.MAX_OWN_PER_EPISODE * MAX_EPISODES,
+            "own_processes": protocol.MAX_OWN_PER_EPISODE * MAX_PROGRAMS,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits, self.config.name)
         try:

@@ -189,7 +189,7 @@ class MegatronFiles:
             # Coordinates of the overlap, counted from the start of the box.
             corners = zip(overlap[0], box.start, strict=True)
             box_start = [low - first for low, first in corners]
-            stored = self._stored(box, box_start, overlap[1])
+            stored = self._read_stored(box, box_start, overlap[1])
 
             # The first piece determines the dtype.
             if values is None:
@@ -199,7 +199,7 @@ class MegatronFiles:
         assert values is not None, name
         return values
 
-    def _stored(
+    def _read_stored(
         self,
         box: TensorBox,
         start: Sequence[int],
@@ -307,7 +307,7 @@ class BufferFiles(MegatronFiles):
         source._state = state
         return source
 
-    def _stored(
+    def _read_stored(
         self,
         box: TensorBox,
         start: Sequence[int],
@@ -316,7 +316,7 @@ class BufferFiles(MegatronFiles):
         """Read a part of a box from the flat buffers, or from the weights if the tensor has no state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
-            return super()._stored(box, start, size)
+            return super()._read_stored(box, start, size)
 
         # Coordinates of the first element in the parameter.
         parameter_strides = row_major_strides(parameter.shape)

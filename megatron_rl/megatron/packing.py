@@ -136,8 +136,8 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into few bins of ``budget``; an item over the budget gets its own bin.
 
     Best fit decreasing (Johnson 1974) needs at most 11/9 of the fewest bins, plus 1. If that is more than the
-    lower bound of `fewest_bins`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with at
-    most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
+    lower bound of `min_bins_bound`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with
+    at most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
@@ -156,7 +156,7 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
     # Search for a packing with one bin less, until the lower bound is reached or the search fails.
     if len(order) <= MAX_SEARCHED_ROWS:
-        lower_bound = fewest_bins(lengths, budget)
+        lower_bound = min_bins_bound(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in order]
         while len(bins) > lower_bound:
             tighter = _search(items, budget, len(bins) - 1)
@@ -166,8 +166,8 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(items_of_bin) for items_of_bin in bins]
 
 
-def fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins (Martello & Toth 1990, their bound L2).
+def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
+    """Return a lower bound on the bins that a packing needs (Martello & Toth 1990, their bound L2).
 
     For each k up to half a bin: every item over ``budget - k`` needs one bin, without room for items of k or
     more. Every other item over half a bin needs one bin too. The remaining items of k or more need further

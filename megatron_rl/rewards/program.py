@@ -249,7 +249,8 @@ class Peer:
             mutable = list | dict | set | bytearray
             return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
 
-        # Only the program's end has names, and only its objects may be examined.
+        # The test may examine objects of the program, but the program may only call objects of the test. Only
+        # the program's end of the connection has names.
         if self._names is None:
             raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":

@@ -48,7 +48,7 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Largest finite number in float32."""
 LARGEST_NAME = 100
 """Longest name of a component in characters; it becomes part of a metric's name."""
-MOST_COMPONENTS = 64
+MAX_COMPONENTS = 64
 """Largest number of components of a reward; each becomes a metric."""
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 """Arguments of every call; in a call for a group, `GROUP` replaces the response."""
@@ -161,8 +161,8 @@ def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
             return Answer(NOT_FINITE, f"{escape_unprintable(name)} is {number}, beyond what float32 holds")
 
     reward = float(numbers.pop("reward"))
-    if len(numbers) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
-        message = f"more than {MOST_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
+    if len(numbers) > MAX_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
+        message = f"more than {MAX_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
         return Answer(WRONG_TYPE, message)
     return Answer(
         None,

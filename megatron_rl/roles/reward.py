@@ -234,7 +234,7 @@ class RewardRole:
         """Return the rewards from all `start_early` calls on all ranks since the last gather.
 
         The keys are the scorer's name, then the row in the round. Waits for rewards that are still being
-        computed. Collective over the members.
+        computed. Collective over the replica group.
         """
         rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not rewards:
@@ -260,7 +260,7 @@ class RewardRole:
 
         ``prompts`` has one entry per row. ``early`` has the filters' answers for rows that were filtered
         while others were still sampled. Rows on which the engine or the environment failed are not passed to
-        the filters. Collective over the members.
+        the filters. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
@@ -297,7 +297,7 @@ class RewardRole:
         early: EarlyRewards | None = None,
         filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
-        """Compute the rewards of this rank's rows with each scorer. Collective over the members.
+        """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
 
         A row is not passed to a scorer if
         - an environment rewarded it, or a filter removed it with a reward: this reward becomes the first
@@ -471,7 +471,7 @@ def _run_scorer(
     skipped: Set[int],
     members: ReplicaGroup,
 ) -> ScorerResult:
-    """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the members.
+    """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
     Rows with an ``available`` answer are not passed to the scorer: they have this answer in the result.
     ``skipped`` rows are not passed to it either, and have the reward NaN.

@@ -151,7 +151,7 @@ class RolloutRole:
     ) -> NewTokens:
         """Gather the new tokens of all replicas; return the same value on all ``members``.
 
-        Collective over the members.
+        Collective over the replica group.
         """
         # In the open order the replicas sample until all ranks without an engine have reached this call.
         if generation_round.rendezvous is not None and self.engine is None:

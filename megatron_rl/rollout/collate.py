@@ -301,7 +301,7 @@ def append_new_tokens(
     assert len(tokens) == len(sequences), "one replica must report each unfinished sequence"
 
     for row, sequence in enumerate(sequences):
-        if not sequence.sampled_tokens:
+        if not sequence.num_sampled_tokens:
             sequence.policy_version = version
         sequence.tokens += _array("q", tokens[row])
         sequence.log_probs += _array("d", log_probs[row])

@@ -17,7 +17,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
 
-MOST_TASKS = 32
+MAX_TASKS = 32
 """With more tasks in a step, there are no metrics per task."""
 
 
@@ -113,7 +113,7 @@ def length_metrics(
     """
     tasks = sorted(set(prompts.tasks))
     # A data set with a separate task per record would create too many metrics.
-    if len(tasks) > MOST_TASKS:
+    if len(tasks) > MAX_TASKS:
         return Metrics()
 
     assert rollouts.max_response_tokens is not None

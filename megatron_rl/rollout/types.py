@@ -153,7 +153,7 @@ class Sequence:
         return self.finish_reason != UNFINISHED
 
     @property
-    def sampled_tokens(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Return the number of tokens that the policy sampled."""
         return len(self.versions) - self.versions.count(OBSERVED)
 
@@ -242,7 +242,7 @@ class SequenceGroup:
     @property
     def is_unstarted(self) -> bool:
         """Return whether no sequence is finished or has a sampled token, so that a restart loses no work."""
-        return not any(sequence.is_finished or sequence.sampled_tokens for sequence in self.sequences)
+        return not any(sequence.is_finished or sequence.num_sampled_tokens for sequence in self.sequences)
 
     @property
     def finished_in(self) -> int | None:
@@ -254,7 +254,7 @@ class SequenceGroup:
     @property
     def sampled_tokens(self) -> int:
         """Return the number of tokens that the policy sampled in all sequences."""
-        return sum(sequence.sampled_tokens for sequence in self.sequences)
+        return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
     def age(self, version: int) -> int:
         """Return the number of weight updates between the group's oldest token and weights of ``version``."""

@@ -115,7 +115,7 @@ def no_fields(source: Any) -> Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """Table entry of a model family: to add a family is to write one of these.
+    """Entry of a model family in the table of families; adding a family means writing such an entry.
 
     Example: `megatron_rl.shapes.families.qwen3`.
     """

@@ -273,7 +273,7 @@ class _ShardCounts(NamedTuple):
 def _adapter_parameters(
     shape: ModelShape, shards: _ShardCounts, layers: tuple[int, ...], lora: Lora
 ) -> tuple[int, int]:
-    """Return `adapter_parameter_count`, which the planner computes again for every candidate."""
+    """Compute `adapter_parameter_count`; cached, since the planner requests it for every candidate."""
     weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
     return _local_elements(weights, shards)
 

@@ -234,7 +234,7 @@ def forward_bytes(
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
-    For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
+    For fused layers the saved activations of two layers are an upper bound; plain layers are counted exactly.
     """
     counts = shape.count_blocks(layers)
 

@@ -448,7 +448,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
             tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
         )
         if costs not in solved:
-            solved[costs] = assign(costs, len(island) // replica_size)
+            solved[costs] = assign_columns(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]
         for rank, rank_in_replica in zip(island, solved[costs], strict=True):
             candidates[rank_in_replica].append(rank)
@@ -469,19 +469,19 @@ def _islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> lis
     return islands
 
 
-def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
+def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
     """Assign each row of ``costs`` [rows][columns] to a column; each column takes ``capacity`` rows.
 
-    Among the assignments with the smallest largest cost it returns one with the smallest sum, and keeps
-    row i at column i % columns where that costs nothing. Raises ValueError for rows that do not fill the
-    columns.
+    The largest cost of a pair is minimised first, then the sum of costs. Among equal assignments, one that
+    keeps row i in column i % columns as often as possible is returned. Raises ValueError for rows that do not
+    fill the columns.
     """
     rows = len(costs)
     columns = len(costs[0])
     if rows != columns * capacity:
         raise ValueError(f"{rows} rows do not fill {columns} places of {capacity}")
 
-    # Search the smallest limit on the largest cost under which an assignment exists.
+    # Search for the smallest limit on the largest cost under which an assignment exists.
     limits = sorted(set(chain.from_iterable(costs)))
     low = 0
     high = len(limits) - 1

@@ -29,7 +29,7 @@ def refill(
     """Sample new responses for the rows that filters remove, up to `rollout.filters.refill` times.
 
     Returns the batch with the new responses. ``seed``: seed of the round that sampled the batch. The engine
-    must be awake. Collective over the members, which must be all ranks.
+    must be awake. Collective over the replica group, which must be all ranks.
     """
     max_attempts = source.config.rollout.filters.refill
     if not max_attempts:
@@ -69,7 +69,10 @@ def _sample(
     seed: int,
     members: ReplicaGroup,
 ) -> Rollouts:
-    """Sample a complete response to each prompt, with its seed of ``seeds``. Collective over the members."""
+    """Sample a complete response to each prompt, with its seed of ``seeds``.
+
+    Collective over the replica group.
+    """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
     groups = tuple(start_groups(waiting_groups(prompts), 1, seed, version))

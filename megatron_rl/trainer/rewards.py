@@ -207,7 +207,7 @@ def compute_row_rewards(
         early: rewards that were computed while other groups were sampled, or None.
         filtered: rows that filters removed.
 
-    Collective over the members.
+    Collective over the replica group.
     """
     is_unfiltered = torch.ones(len(rollouts), dtype=torch.bool)
     is_unfiltered[list(filtered.names)] = False

@@ -149,7 +149,7 @@ class RolloutSource:
         return replace(pending, greedy=greedy)
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
-        """Gather a round and return the groups selected for the step. Collective over the members."""
+        """Gather a round and return the groups selected for the step. Collective over the replica group."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
@@ -220,7 +220,7 @@ class RolloutSource:
         # Restart groups without tokens, so that newer weights sample all of their tokens.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
-        tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
+        tokens = float(sum(group.num_sampled_tokens for group in self.buffer.started))
         if self.config.rollout.partial:
             return Metrics.of({
                 "rollout/carried": groups,
@@ -377,7 +377,10 @@ def start_complete(
 
 
 def gather_complete(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
-    """Gather a round of `start_complete`; return its rows, grouped by prompt. Collective over the members."""
+    """Gather a round of `start_complete`; return its rows, grouped by prompt.
+
+    Collective over the replica group.
+    """
     _gather_and_append(rollout, pending, members)
     return without_token_versions(to_rollouts(pending.generation_round.groups))
 
@@ -385,7 +388,7 @@ def gather_complete(rollout: RolloutRole, pending: Pending, members: ReplicaGrou
 def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> NewTokens:
     """Gather the new tokens of all replicas, append them to the round's sequences, and return them.
 
-    Collective over the members.
+    Collective over the replica group.
     """
     generation_round = pending.generation_round
     new_tokens = rollout.gather(pending.new_tokens, members, generation_round)

@@ -1,7 +1,7 @@
 """Record of the starts of a run: time, command, revision, versions and hardware of each of its jobs.
 
-The one idea: each job adds an entry to ``starts.json`` of the run folder. A report can thus name the command,
-the machine and the versions of a run, and a comparison the settings that its user has set.
+The one idea: each job adds an entry to ``starts.json`` of the run folder. From it a report shows the command,
+the machine and the versions of a run, and a comparison shows the settings that its user has set.
 """
 
 from __future__ import annotations

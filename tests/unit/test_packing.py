@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl.megatron.packing import (
     balance_work,
     bin_packing,
-    fewest_bins,
+    min_bins_bound,
     pack_rows,
     partition_rows,
     row_work,
@@ -49,7 +49,7 @@ def test_bins_are_as_few_as_can_be(lengths, budget):
     assert sorted(item for part in bins for item in part) == list(range(len(lengths)))
     assert all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in bins)
     fewest = fewest_by_trying(lengths, budget)
-    assert fewest_bins(lengths, budget) <= fewest == len(bins)
+    assert min_bins_bound(lengths, budget) <= fewest == len(bins)
 
 
 def test_a_packing_that_best_fit_misses_is_found():

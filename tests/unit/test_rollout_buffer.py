@@ -74,7 +74,7 @@ def test_appended_tokens_keep_their_versions_and_the_oldest_counts():
     assert rollouts.policy_version.tolist() == [4, 6, 4, 4]
     assert rollouts.group.tolist() == [0, 0, 1, 1]
     assert [group.age(7) for group in groups] == [3, 3]
-    assert sum(group.sampled_tokens for group in groups) == 7
+    assert sum(group.num_sampled_tokens for group in groups) == 7
 
 
 def test_an_admitted_sequence_is_a_copy_whose_request_goes_on_behind_its_tokens():

@@ -45,7 +45,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     }
 
     error = UserError(
-        "the open order requires more groups in flight than a step takes, and responses that continue",
+        "the open order requires more groups in flight than a step uses, and responses that span steps",
         where="rollout.order",
         expected="with open: separate rollout ranks that sample ahead, over-sampling, and partial responses",
         got=OPEN,

@@ -382,7 +382,7 @@ def check_model_settings(
                 requires(
                     f"{path}.{name}",
                     values[name],
-                    "Transformer Engine, whose layers alone compute in that format",
+                    "Transformer Engine: only its layers compute in that format",
                     got="no installed transformer_engine",
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import MOST_TOKENS, SHARE, TOKENS, WEIGHT
+from megatron_rl.config.sections.bounds import MAX_TOKENS, SHARE, TOKENS, WEIGHT
 from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
@@ -29,7 +29,7 @@ class FiltersConfig:
         "Remove responses with fewer tokens; 0 removes none.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     max_repetition: float = setting(
         1.0,

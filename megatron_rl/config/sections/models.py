@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
+from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_WORLD, POSITIVE, RANKS, SHARE
 from megatron_rl.config.setting import REMOVED, required, setting
 
 # Texts of keys that several roles have.
@@ -245,7 +245,7 @@ class OptimizerConfig:
         "Steps over which the learning rate rises from 0.",
         unit="optimizer steps",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         also_called={
             "verl": "lr_warmup_steps, lr_warmup_steps_ratio",
             "Megatron-LM": "lr_warmup_iters",
@@ -566,7 +566,7 @@ class CriticConfig:
         "Number of steps at the start of the run that train the critic alone.",
         unit="steps",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         also_called={
             "verl": "critic_warmup",
             "slime": "num_critic_only_steps",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import MOST_TOKENS, TOKENS
+from megatron_rl.config.sections.bounds import MAX_TOKENS, TOKENS
 from megatron_rl.config.setting import setting
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
@@ -46,14 +46,14 @@ class AutoLimitConfig:
         "Number of latest responses of a class whose lengths count.",
         unit="responses",
         at_least=1,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     responses: int = setting(
         64,
         "Number of responses of a class before its limit is computed from them.",
         unit="responses",
         at_least=1,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
 
 
@@ -116,7 +116,7 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
                 fix=example,
             )
         elif not _is_limit(limit):
-            expected = f"an integer, 1 or more and at most {MOST_TOKENS}"
+            expected = f"an integer, 1 or more and at most {MAX_TOKENS}"
             yield out_of_range(f"{path}.{key}", limit, expected, fix=example)
 
     # Every prompt length needs a row.
@@ -135,4 +135,4 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
 def _is_limit(value: Any) -> bool:
     """Return whether a value is a valid number of tokens."""
     # YAML's true is an int in Python.
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_TOKENS

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from megatron_rl.config.sections.bounds import (
     LARGE,
     MANY,
-    MOST_ROWS,
+    MAX_ROWS,
     POSITIVE,
     PROCESSES,
     SECONDS,
@@ -207,7 +207,7 @@ class JudgeConfig(RewardServerConfig):
         "also within a step; 0 caches none.",
         unit="answers",
         at_least=0,
-        at_most=MOST_ROWS,
+        at_most=MAX_ROWS,
     )
     limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "Limits of a call of template or parser.")
 

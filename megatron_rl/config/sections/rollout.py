@@ -15,8 +15,8 @@ from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capab
 from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
-    MOST_STEPS,
-    MOST_TOKENS,
+    MAX_STEPS,
+    MAX_TOKENS,
     POSITIVE,
     PROCESSES,
     RANKS,
@@ -46,10 +46,10 @@ _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_token
 _FURTHER = "ours is the fraction of further prompts"
 
 # Largest bias of a token's logit, as in the API of OpenAI: a factor of e^100 of its probability.
-MOST_BIAS = 100.0
+MAX_BIAS = 100.0
 
 # Largest number of biases that vLLM's newer model runner takes (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
-MOST_BIASED_TOKENS = 1024
+MAX_BIASED_TOKENS = 1024
 
 # Orders of sampling: in rounds of tokens, with equal results in every run, or by the clock.
 CLOSED = "closed"
@@ -211,7 +211,7 @@ class RolloutConfig:
         "Number of most likely tokens that are sampled from; 0 means all.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
         advice="0 switches top-k off",
         also_called={"slime": "rollout_top_k"},
@@ -274,7 +274,7 @@ class RolloutConfig:
         "`rollout.filters.min_tokens` removes short responses instead.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
         advice="0 switches it off",
         also_called={"vLLM": "min_tokens", "SGLang": "min_new_tokens", "ROLL": "min_response_length"},
@@ -324,7 +324,7 @@ class RolloutConfig:
         "would repeat one is not sampled.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
         advice="0 switches it off; 4 bans repeated n-grams of four tokens",
         also_called={"vLLM": "ngram_size"},
@@ -587,8 +587,8 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             if error is not None:
                 yield error
         steps = value["steps"]
-        if not 1 <= steps <= MOST_STEPS or steps != int(steps):
-            expected = f"an integer from 1 to {MOST_STEPS}"
+        if not 1 <= steps <= MAX_STEPS or steps != int(steps):
+            expected = f"an integer from 1 to {MAX_STEPS}"
             yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
 
 
@@ -725,18 +725,18 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
         # vLLM's server (0.32) clamps a larger bias without an error, to the range of OpenAI's API.
         for text, bias in settings["logit_bias"].items():
-            if abs(bias) > MOST_BIAS:
-                expected = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+            if abs(bias) > MAX_BIAS:
+                expected = f"from -{MAX_BIAS:g} to {MAX_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
                 yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
 
         # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
         count = len({*settings["logit_bias"], *settings["banned_tokens"]})
-        if count > MOST_BIASED_TOKENS:
+        if count > MAX_BIASED_TOKENS:
             yield UserError(
                 "more tokens have a bias or are banned than vLLM supports",
                 where=f"{path}.logit_bias",
-                expected=f"{MOST_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
+                expected=f"{MAX_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
                 got=f"{count}",
                 fix="remove some",
             )
@@ -876,7 +876,7 @@ class HybridEngineConfig:
         "older weights. With 0, all responses are sampled from the initial weights.",
         unit="versions",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         advice="1 samples every step from the newest weights; 0 is for offline algorithms",
         also_called={
             "slime": "update_weights_interval",
@@ -954,7 +954,7 @@ class AsynchronyConfig:
         unit="steps",
         unset="steps_ahead, with rollout.partial two more, and with hybrid_engine.every the versions between",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         advice="steps_ahead, and with rollout.partial more",
         also_called={
             "AReaL": "max_head_offpolicyness",

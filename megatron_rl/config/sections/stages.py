@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MANY, MOST_STEPS, MOST_TOKENS, POSITIVE, STEPS
+from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_TOKENS, POSITIVE, STEPS
 from megatron_rl.config.sections.data import own_field
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
@@ -55,7 +55,7 @@ class StageConfig:
         "Passes over the data, in place of `steps`. The last step may have fewer records.",
         unset="as many as `steps` take",
         more_than=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
     )
 
     held_out: str | tuple[str, ...] | None = setting(
@@ -86,7 +86,7 @@ class StageConfig:
         unit="tokens",
         unset="data.max_prompt_tokens + rollout.max_response_tokens",
         at_least=2,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     # Ten times the learning rate of reinforcement learning, as is usual for supervised training.
     optimizer: OptimizerConfig = setting(

@@ -376,7 +376,7 @@ def _tensors(folder: Path) -> Stored:
             *numbers, state = flat_match.groups()
             if state in _ADAM_STATES:
                 bucket = Bucket(*(int(number or 0) for number in numbers))
-                buffers.setdefault(state, {})[bucket] = _stored(entry, boxes)
+                buffers.setdefault(state, {})[bucket] = _stored_tensor(entry, boxes)
             continue
 
         # States in the shape of a model's tensor, and tensors of the model.
@@ -384,9 +384,9 @@ def _tensors(folder: Path) -> Stored:
         if state_match:
             state, tensor_name = state_match.groups()
             if state in _ADAM_STATES and _is_weight(tensor_name):
-                states.setdefault(state, {})[tensor_name] = _stored(entry, boxes)
+                states.setdefault(state, {})[tensor_name] = _stored_tensor(entry, boxes)
         elif _is_weight(name):
-            tensors[name] = _stored(entry, boxes)
+            tensors[name] = _stored_tensor(entry, boxes)
 
     # With flat buffers the optimizer's settings are stored next to them, not in the common values.
     steps = None
@@ -398,11 +398,11 @@ def _tensors(folder: Path) -> Stored:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a tensor belongs to the model's weights, which excludes extra states of modules."""
+    """Return whether a tensor is one of the model's weights; extra states of modules are not."""
     return name.startswith(_MODEL) and "_extra_state" not in name
 
 
-def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
+def _stored_tensor(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
     """Return a tensor of the directory, with the boxes that have a location in a file."""
     chunks = []
     for metadata in entry["chunks"]:

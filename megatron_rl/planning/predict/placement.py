@@ -213,7 +213,7 @@ class PlacementPlan:
     """Reasons why no simpler placement was selected, see `search_simple`."""
 
     @property
-    def stages(self) -> int:
+    def largest_pipeline(self) -> int:
         """Return the largest pipeline size of any role."""
         plans = [plan for group in self.groups for plan in group.plans.values()]
         return max(plan.choice.layout.pipeline for plan in plans)
@@ -742,7 +742,7 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     evaluated = fastest.evaluated
 
     # Order the searches from the simplest to the most general one. A job of one node has only whole nodes.
-    deepest = max(plan.stages for plan in fastest.plans)
+    deepest = max(plan.largest_pipeline for plan in fastest.plans)
     caps = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
     caps.append(MAX_PIPELINE)
     has_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
@@ -780,13 +780,13 @@ def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Re
     reasons: list[str] = []
 
     # Plans of the same placement with fewer pipeline stages.
-    if plan.stages > 1:
+    if plan.largest_pipeline > 1:
         shallower = [
             plans[name]
             for nodes, cap, plans in searches
-            if nodes == whole_nodes and cap < plan.stages and name in plans
+            if nodes == whole_nodes and cap < plan.largest_pipeline and name in plans
         ]
-        reasons.append(f"{plan.stages} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+        reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost(plan, shallower, 'fewer')}")
 
     # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(nodes for nodes, _, _ in searches):

@@ -171,7 +171,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the inner elements that are computed for a token."""
+        """Return the number of inner elements that are computed for a token."""
 
     @abstractmethod
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -189,7 +189,7 @@ class FeedForward(ABC):
         """
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the hidden states of a token that are alive at once in that pass, besides the inner ones."""
+        """Return the number of a token's hidden states alive at once in that pass, besides inner elements."""
         return 4
 
     def temporary_elements(self, layer: LocalLayer) -> float:

@@ -74,7 +74,7 @@ class Experts(FeedForward):
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the hidden states of any layer, and the output of the shared experts."""
+        """Return the hidden states of any feed-forward, and one more for the output of the shared experts."""
         return 4 + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:

@@ -98,7 +98,7 @@ class LatentAttention(Mixer):
         return shape.kv_lora + shape.qk_rope
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the sizes, and a key and a value per query head once they are expanded."""
+        """Return the sizes; every query head has a separate key and value once the latent is expanded."""
         return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
 
     def problems(

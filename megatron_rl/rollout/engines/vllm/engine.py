@@ -68,9 +68,10 @@ class _OpenRequest:
         return len(self.current.tokens) - len(self.original.tokens)
 
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
-        """Search the new ones of vLLM's sampled ``tokens``; return whether one completes a stop text.
+        """Search the tokens sampled since the last call; return whether a stop text is complete.
 
-        If so, ``searched`` is the number of tokens up to it.
+        ``tokens`` are all sampled tokens of the vLLM request. ``searched`` becomes the number of tokens up to
+        the end of the stop text.
         """
         if self.search is None:
             return self.is_stopped
@@ -218,7 +219,7 @@ class VllmEngine:
             arguments |= replay.support_arguments()
         if config.bans_ngrams:
             processors = arguments.get("logits_processors", [])
-            arguments["logits_processors"] = [*processors, *rules.processors()]
+            arguments["logits_processors"] = [*processors, *rules.logits_processors()]
         if self._records:
             arguments |= replay.routing_arguments()
 
