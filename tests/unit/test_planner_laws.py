@@ -135,10 +135,10 @@ def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algo
 
     for plan in simple:
         assert plan.step.total <= (1.0 + SIMPLER) * fastest[plan.name].step.total
-        assert plan.stages <= fastest[plan.name].stages or plan.reasons
+        assert plan.largest_pipeline <= fastest[plan.name].largest_pipeline or plan.reasons
         # Deep pipelines and groups that share nodes give their reasons, and nothing else does.
         reasons = " ".join(plan.reasons)
-        assert (f"{plan.stages} pipeline stages: " in reasons) == (plan.stages > 1)
+        assert (f"{plan.largest_pipeline} pipeline stages: " in reasons) == (plan.largest_pipeline > 1)
         sizes = [*plan.gpus_per_group, *([plan.rollout_gpus] if plan.rollout_gpus else [])]
         shares_nodes = gpus > 8 and any(size % 8 and 8 % size for size in sizes)
         assert not shares_nodes or "share nodes" in reasons
@@ -149,7 +149,7 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
     for algorithm in ROLES:
         asked = replace(problem("qwen2.5-7b", 16, algorithm=algorithm), batch=batch, shared_stage_split=True)
         first, *_ = search_simple(asked).plans
-        assert first.stages <= 2 and not any(size % 8 for size in first.gpus_per_group)
+        assert first.largest_pipeline <= 2 and not any(size % 8 for size in first.gpus_per_group)
         split = next(plan for plan in search_simple(asked).plans if plan.rollout_gpus)
         is_aligned = (split.gpus_per_group, split.rollout_gpus) == ([8], 8)
         assert is_aligned or any("whole nodes" in reason for reason in split.reasons)
