@@ -171,7 +171,7 @@ def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
 
     For each k up to half a bin: every item over ``budget - k`` needs one bin, without room for items of k or
     more. Every other item over half a bin needs one bin too. The remaining items of k or more need further
-    bins if they do not fit into the free room of the latter.
+    bins if they do not fit into the free room of the second kind of bins.
     """
     # The sum of all items is the simplest bound.
     sizes = sorted(min(length, budget) for length in lengths)

@@ -351,7 +351,7 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
 
 
 def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fields:
-    """Read the layers with gated delta nets, and the sizes of these.
+    """Read which layers have gated delta nets, and the sizes of the delta nets.
 
     transformers 5 writes a type per layer, ``layer_types``; older versions write that each
     ``full_attention_interval``-th layer has full attention; ``interval`` is used where neither is written.

@@ -45,8 +45,8 @@ class Decoder(Protocol):
         """Append one token to each sequence ([B]); return the next logits [B, V]."""
         ...
 
-    def keep(self, rows: list[int]) -> None:
-        """Drop all sequences except these."""
+    def select_rows(self, rows: list[int]) -> None:
+        """Drop all sequences except those of ``rows``, in the order of ``rows``."""
         ...
 
 
@@ -85,7 +85,7 @@ class CachingDecoder:
         inputs = tokens.to(self._device)[:, None]
         return self._forward(inputs, positions)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._device)
         self._mask = self._mask[index]
         # Unlike `batch_select_indices`, it also selects the states of delta nets (seen in transformers 5.19).
@@ -227,7 +227,7 @@ class TorchEngine:
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:
-        """Drop every open request: none has a token, since `step` completes the ones that it begins."""
+        """Drop every open request: none has a token, since `step` completes each request that it starts."""
         self._open.clear()
         return []
 
@@ -378,7 +378,7 @@ def _decode(
             # `keep` takes indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
-                decoder.keep(unfinished)
+                decoder.select_rows(unfinished)
             sampled = sampled[unfinished]
         if active:
             logits = decoder.step(sampled)

@@ -204,7 +204,7 @@ class VllmServer:
         return self.require_settings(settings, requirements)
 
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
-        """Return the number of requests that the server works on at once; raise UserError unless it fits.
+        """Return how many requests the server runs concurrently; raise UserError if it does not fit the run.
 
         ``settings`` is the config.json of the run's model, as transformers reads it.
         """
