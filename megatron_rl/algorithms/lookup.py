@@ -189,7 +189,7 @@ def get_algorithm(
 
 
 def preference_function(loss: str, key: str) -> Any:
-    """Return the user's preference loss at a path, None for the name of a loss.
+    """Return the user's preference loss at a path, or None for the name of a loss.
 
     Raises UserError for a path that is no function of one argument.
     """

@@ -681,7 +681,7 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, None for a healthy server.
+    """Send one request; return the problem, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """

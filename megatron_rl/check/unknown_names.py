@@ -469,13 +469,13 @@ def _configuration_errors(tree: Section, key: str) -> list[UserError]:
 
 
 def _written_value(entry: _UnknownEntry, key: str) -> Any:
-    """Return the value of a key in the configuration as written, None if it is not written."""
+    """Return the value of a key in the configuration as written, or None if it is not written."""
     node = _node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node at the path ``names``, None for a missing one."""
+    """Return the node at the path ``names``, or None for a missing one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):

@@ -330,7 +330,7 @@ def _layer_kind(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
     """Return the bytes of an optimizer's state per parameter; a model weight has ``weight_bytes``.
 
-    The state consists of the moments, and of float32 master weights for a model of another dtype.
+    The state consists of the moments, and of float32 master weights if the model has a different dtype.
     """
     if optimizer.offload:
         # Two moments, weights and gradients in float32, for any dtype of the model.
@@ -556,7 +556,7 @@ def _is_shared_base(config: RunConfig) -> bool:
 def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the item for the weights of a role with adapters: the adapters alone if it shares the base."""
+    """Return the item for the weights of a role with adapters: only the adapters if it shares the base."""
     reason = own_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"

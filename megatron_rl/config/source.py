@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def root(self) -> yaml.Node | None:
-        """Return the root node, None for an empty text; raise `_Refused` if a limit is exceeded."""
+        """Return the root node, or None for an empty text; raise `_Refused` if a limit is exceeded."""
         try:
             node = self.get_single_node()
         except RecursionError:

@@ -179,7 +179,7 @@ def _restrict(
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
 
-    # Without a mapping of owners, the files may belong to another user than the owner.
+    # Without a mapping of owners, the files may appear to belong to a different user.
     if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
         raise Unreadable(path)
 

@@ -484,7 +484,7 @@ def _episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 
-    # The protocol of rewards has the key "kind" in place of "result".
+    # The reward protocol has the key "kind" in place of "result".
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None

@@ -34,7 +34,7 @@ MAX_SAMPLED_TENSORS = 64
 _COMPARED_ROWS = 8192
 """Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
-"""Most tensor names that an error lists: for the checkpoint of another model it would list hundreds."""
+"""Largest number of tensor names in an error: for the checkpoint of a wrong model there would be hundreds."""
 
 Checkpoint = CheckpointFiles | MegatronFiles
 """Source of slices of a model's tensors, by their Hugging Face names."""

@@ -82,7 +82,7 @@ class Adapter(nn.Module):
         self.state = "trained"
         """``trained`` or ``initial``: the values that `forward` uses."""
 
-        # Not persistent: checkpoints and PEFT files have A and B alone.
+        # Not persistent: checkpoints and PEFT files contain only A and B.
         self.register_buffer("mask", mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)

@@ -25,7 +25,7 @@ class AllHeadsNorm(nn.Module):
     ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
     heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
     the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
-    completes gradients that each rank computes for its own heads alone.
+    completes gradients that each rank computes only for its own heads.
     """
 
     def __init__(

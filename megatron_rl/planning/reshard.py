@@ -1,6 +1,6 @@
 """Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
 
-The idea: a plan depends on boxes alone, and boxes follow from a model's config and a layout. So one process
+The idea: a plan depends only on boxes, and boxes follow from a model's config and a layout. So one process
 computes the boxes of all ranks and builds the plan that the ranks of a job would build.
 """
 

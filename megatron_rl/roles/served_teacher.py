@@ -58,7 +58,7 @@ class TeacherResults(NamedTuple):
 class ServedTeacher:
     """Client of a teacher's server.
 
-    ``top_tokens``: request for the most likely tokens of each distribution, None for no such columns.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such columns.
     """
 
     name = "teacher_server"
@@ -154,7 +154,7 @@ class _RowColumns:
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 
     def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response; return what is wrong with it, None for a valid one."""
+        """Fill the columns from a response; return what is wrong with it, or None for a valid one."""
         try:
             entries = reply.value["choices"][0]["prompt_logprobs"]
             if len(entries) != len(tokens):

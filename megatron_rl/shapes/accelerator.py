@@ -103,7 +103,7 @@ class AcceleratedRole:
         if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
             has_kernel = True
 
-        # cuDNN's backward pass has a deterministic kernel for Hopper alone.
+        # cuDNN's backward pass has a deterministic kernel only for Hopper.
         if self.deterministic and not HOPPER <= self.capability < 100:
             has_kernel = False
 

@@ -222,14 +222,14 @@ def tensor_locations(
 
 
 def language_name(stored: str) -> str:
-    """Return the name of a stored tensor in a checkpoint of the language model alone.
+    """Return the name that a stored tensor has in a checkpoint with only the language model.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
     """
-    for prefix, own_prefix in _PREFIXES.items():
+    for prefix, language_prefix in _PREFIXES.items():
         if stored.startswith(prefix):
-            return own_prefix + stored.removeprefix(prefix)
+            return language_prefix + stored.removeprefix(prefix)
     return stored
 
 

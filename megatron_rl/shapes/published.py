@@ -121,9 +121,9 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of a multimodal model's language model, and that of any other model itself."""
+    """Return the config.json of a multimodal model's language model; any other config.json is unchanged."""
     config = language_config(config)
-    # A multimodal model of another kind can be planned alone.
+    # Multimodal models of other kinds cannot be trained, but their language model can be planned.
     return config.get("text_config") or config
 
 
@@ -135,10 +135,10 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
         description = _describe_untrainable(path)
         errors += [replace(single, got=f"{single.got}{description}") for single in single_errors(error)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        # Values of another type than transformers writes fail anywhere in a family's structure.
+        # Values of an unexpected type may raise any error, anywhere in the code of a family.
         errors.append(
             UserError(
-                "the model's config.json has a value that means nothing",
+                "the model's config.json has an invalid value",
                 where=str(path),
                 expected="values as transformers writes them",
                 got=f"{type(error).__name__}: {error}",

@@ -83,7 +83,7 @@ class EvaluationResult:
     rewards: Tensor
     """Reward of each answer, [B] float32, NaN if it failed."""
     reasons: tuple[str | None, ...]
-    """Reason of each failed reward, None for valid rewards: B entries."""
+    """Reason of each failed reward, or None for valid rewards: B entries."""
     failures: tuple[tuple[str, Failure], ...]
     """Examples of failures on this rank: (name of the reward or evaluator that failed, failure)."""
 

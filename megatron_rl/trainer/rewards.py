@@ -282,7 +282,7 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
     """Return the number of prompts, mean reward and epoch of each source, and the curriculum metrics.
 
-    ``batch`` has the rows of all ranks, None for no metrics. The curriculum metrics are those of
+    ``batch`` has the rows of all ranks, or None for no metrics. The curriculum metrics are those of
     `data.uniform_share`. If `data.train` is a single source, it has no metrics per source.
     """
     metrics = Metrics()

@@ -121,7 +121,7 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for one engine argument, None for a valid one."""
+    """Return the error for one engine argument, or None for a valid one."""
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 

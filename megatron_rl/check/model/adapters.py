@@ -61,7 +61,7 @@ CHECKPOINT_LAYERS = {
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` is the key of their section; ``engine`` is the rollout engine for the actor's, None for others.
+    ``key`` is the key of their section; ``engine`` is the rollout engine for the actor's, or None for others.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():

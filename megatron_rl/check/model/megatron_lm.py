@@ -343,7 +343,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
 
 
 def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
-    """Return the vocabulary size for a checkpoint whose arguments lack it, None if no file has it."""
+    """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")

@@ -619,7 +619,7 @@ class TrialRole:
     model: Path
     """The config.json of its model."""
     layout: ParallelLayout
-    """Its layout."""
+    """The role's layout."""
     scalar_head: bool
     """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
@@ -631,7 +631,7 @@ class TrialRole:
     settings: Mapping[str, Any]
     """Its Megatron settings."""
     optimizer: OptimizerConfig | None
-    """Its optimizer, None for a role that does not learn."""
+    """The role's optimizer, or None for a role that is not trained."""
     ddp: Mapping[str, Any]
     """Its settings of Megatron's DDP."""
 

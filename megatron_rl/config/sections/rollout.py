@@ -760,7 +760,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each presence or frequency penalty if a response may span several requests.
 
-    vLLM counts the tokens of the current request alone; earlier turns or rounds are its prompt.
+    vLLM counts only the tokens of the current request; earlier turns or rounds are part of its prompt.
     """
     # Settings with which a response continues in a second request.
     splits = {
@@ -794,7 +794,7 @@ def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
 
 
 def explicit_token_id(text: str) -> int | None:
-    """Return the id of a text such as ``token_id:17``, None for another text.
+    """Return the id in a text such as ``token_id:17``, or None for any other text.
 
     Example:
         >>> explicit_token_id("token_id:17"), explicit_token_id("17")
@@ -835,7 +835,7 @@ def stop_text_error(
     unknown_token: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error for a stop text that no response of the model can contain, None for any other.
+    """Return the error for a stop text that no response of the model can contain, or None for any other.
 
     ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
     ``decoded`` is the text that the tokens decode to.

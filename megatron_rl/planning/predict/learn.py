@@ -278,7 +278,7 @@ def layer_seconds(
         experts = tokens * expert_flops / model.layers / layout.tensor / rate
 
     # Attention.
-    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.relative_efficiency)
     attention_flops = tokens * model.attention_flops(context)
     attention = attention_flops / model.layers / layout.tensor / attention_rate
 

@@ -149,13 +149,13 @@ class Mixer(ABC):
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Return the reason why Megatron's linear layer ``target`` cannot have an adapter, None if it can."""
+        """Return why Megatron's linear layer ``target`` cannot have an adapter, or None if it can."""
         return None
 
 
 @dataclass(frozen=True)
 class FeedForward(ABC):
-    """The half of a layer that computes every token alone, such as an MLP or a mixture of experts.
+    """The half of a layer that acts on each token separately, such as an MLP or a mixture of experts.
 
     Sizes are fields of the subclass, or fields of `ModelShape` for the feed-forwards of this package.
     """

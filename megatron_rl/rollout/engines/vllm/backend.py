@@ -51,7 +51,7 @@ class TransferRendezvous(WeightTransferInitInfo):
     """
 
     model: Any = None
-    """Model that this rank trains, None if it only generates."""
+    """Model that this rank trains, or None if it only generates."""
 
     address: str | None = None
     """Host of the trainers' rendezvous, None in the trainers' own job."""
