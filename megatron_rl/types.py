@@ -465,7 +465,7 @@ class TrainBatch(_Rows):
     position: Tensor | None = None
     """[B] int64, index of the row among all rows of the step."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """As in `Rollouts`."""
+    """B rules, as in `Rollouts`."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",

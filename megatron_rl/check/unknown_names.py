@@ -155,7 +155,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
         *sections, name = entry.path.split(".")
         parents = " ".join(f"{section}:" for section in sections)
         return entry.as_error(
-            f"`{entry.path}` is written with dots, which join names on the command line alone",
+            f"`{entry.path}` is written with dots, which join names only on the command line",
             "nested names",
             f"write `{name}: {_short_text(entry.value)}` below `{parents}`",
         )

@@ -166,13 +166,13 @@ class SimulatedRank:
     rank: int
     """Rank in the world."""
     phases: Mapping[str, Usage]
-    """Phase -> resources that it used."""
+    """Phase -> resources that the rank used."""
     resting: int
-    """Bytes of its models that remain on the device while another role works."""
+    """Bytes of the rank's models that remain on the device while another role works."""
     groups: Sequence[tuple[str, int]]
-    """Kind and number of ranks of each group that the rank is in."""
+    """Kind and number of ranks of each process group that the rank belongs to."""
     sync: SyncMessages | None = None
-    """Its part of a weight sync; None for engines outside the ranks."""
+    """Messages of the rank in a weight sync; None for engines outside the ranks."""
 
     @property
     def connections(self) -> int:

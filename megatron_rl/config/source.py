@@ -60,9 +60,9 @@ class Leaf:
     value: Any
     """Plain value as YAML reads it."""
     origin: Origin
-    """Where it was written."""
+    """File and line, or override, in which the value was written."""
     unsets: bool = False
-    """Whether it is a null that replaces another value, and so restores the default."""
+    """Whether the value is a null that replaces another value, and so restores the default."""
 
     def plain(self) -> Any:
         """Return the value, as `Section.plain` does."""

@@ -18,7 +18,7 @@ from megatron_rl.contained import kernel
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible, links_to
 
 MAX_SCRATCH_FILES = 2**18
-"""Most files in the temporary folders: even an empty file takes memory of the kernel."""
+"""Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
 _STAGE = "/tmp"
 """Mount point of the new root while it is assembled; paths below it have been opened by then."""
 _SCRATCH = "/.scratch"

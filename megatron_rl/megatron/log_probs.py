@@ -481,10 +481,10 @@ def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Also returns the columns clamped to the tile, and whether each is in the tile.
     """
     columns, in_tile = _tile_columns(ids, logits.shape[1])
-    taken = logits.gather(1, columns)
+    column_logits = logits.gather(1, columns)
     # Adding the difference leaves the column that ids of other tiles are clamped to unchanged.
-    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - taken, 0))
-    return taken, columns, in_tile
+    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - column_logits, 0))
+    return column_logits, columns, in_tile
 
 
 def _bucket_slope(
@@ -768,18 +768,18 @@ def _combine_buckets(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `_combine` does, and the log-probs of the buckets [n, k + 1], from [shards, 4 + k, n]."""
     merged = _merge(stats)
-    rest = merged[:4]
+    other_stats = merged[:4]
     bucket_logits = merged[4:].t()
 
-    # The tokens of the buckets are one more shard of the vocabulary, that has the target if one is it.
+    # Treat the tokens of the buckets as one more shard of the vocabulary. It has the target if a bucket has.
     is_target = ids == targets[:, None]
     position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
     ones = torch.ones_like(bucket_logits[:, 0])
-    chosen = tile_statistics(bucket_logits.clone(), position, ones)
-    log_normaliser, log_probs, entropy = _combine(torch.stack((rest, chosen)))
+    bucket_stats = tile_statistics(bucket_logits.clone(), position, ones)
+    log_normaliser, log_probs, entropy = _combine(torch.stack((other_stats, bucket_stats)))
 
-    log_rest = rest[0] + rest[1].log()
-    log_masses = torch.cat((bucket_logits, log_rest[:, None]), dim=1)
+    log_others = other_stats[0] + other_stats[1].log()
+    log_masses = torch.cat((bucket_logits, log_others[:, None]), dim=1)
     return log_normaliser, log_probs, entropy, log_masses - log_normaliser[:, None]
 
 

@@ -64,8 +64,8 @@ class AllHeadsNorm(nn.Module):
         return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
 
 
-def prepare_whole_norms(layers: Iterable[Any]) -> None:
-    """Replace the norms of queries and keys of some layers by norms over all heads.
+def replace_query_key_norms(layers: Iterable[Any]) -> None:
+    """Replace the norms of queries and keys in ``layers`` by norms over all heads.
 
     Source: Team OLMo, arXiv 2501.00656, section 3.1.
     """

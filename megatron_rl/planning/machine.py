@@ -73,7 +73,7 @@ class Finding:
     name: str
     """Subject, as a column of the printed table."""
     text: str
-    """Result of the check, for the reader."""
+    """Result of the check, as a text for the user."""
     fix: str | None = None
     """Advice, or None if there is nothing to fix."""
 
@@ -261,7 +261,7 @@ def accelerators() -> list[Finding]:
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
         if torch and not host_build:
-            findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
+            findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
         return findings
 
     # Describe the first GPU; warn if the machine has several kinds.

@@ -177,7 +177,7 @@ class Family:
         config = reader.config
         sizes = common_sizes(reader)
 
-        # Refuse computations that no layer here has.
+        # Refuse computations that no layer of this package implements.
         activation = reader.get("hidden_act") or reader.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             reader.refuse(

@@ -55,7 +55,7 @@ class CheckpointTensor:
     name: str
     """Complete name in the checkpoint."""
     source: Source
-    """Its entry in `layer_weights`."""
+    """The tensor's entry in `layer_weights`."""
     expert: int | None = None
     """Index of the routed expert in its layer; None outside of routed experts."""
 
@@ -65,7 +65,7 @@ class PretrainedModel:
     """Model of a config.json."""
 
     family: Family
-    """Table entry of its family."""
+    """Table entry of the model's family."""
     shape: ModelShape
     """Sizes."""
     config: Mapping[str, Any]

@@ -269,9 +269,9 @@ class _CommonBytes(NamedTuple):
     """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
 
     dense: list[list[int]]
-    """By tensor-parallel rank of the trainer."""
+    """Bytes outside routed experts, by tensor-parallel rank of the trainer."""
     experts: dict[tuple[int, int], list[int]]
-    """By expert-parallel and expert-tensor-parallel rank of the trainer."""
+    """Bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)

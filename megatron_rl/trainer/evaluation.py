@@ -77,7 +77,7 @@ class EvaluationResult:
     metrics: Metrics
     """Metrics of the set, named ``eval/NAME/...``."""
     prompts: PromptBatch
-    """One entry per answer."""
+    """Prompt of each answer."""
     rollouts: Rollouts
     """The answers; answers to the same prompt are consecutive."""
     rewards: Tensor

@@ -131,7 +131,7 @@ def _argument_error(
         return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
 
     # Features that an engine with weights written in place cannot have.
-    if name in REFUSED and not _is_default(value):
+    if name in REFUSED and not _is_switched_off(value):
         message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
 
@@ -142,8 +142,8 @@ def _argument_error(
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
-def _is_default(value: Any) -> bool:
-    """Return whether a value switches its feature off: null, false, or a size of 0 or 1."""
+def _is_switched_off(value: Any) -> bool:
+    """Return whether a value switches a feature off: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
 
 

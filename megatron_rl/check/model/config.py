@@ -189,7 +189,7 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
         head_size = (hidden_size or 0) // heads
 
     if head_size % 2:
-        yield _error(file, "head_dim", "an even size: rotary angles turn pairs", head_size)
+        yield _error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:

@@ -617,23 +617,23 @@ class TrialRole:
     role: str
     """Name of the role."""
     model: Path
-    """The config.json of its model."""
+    """The config.json of the role's model."""
     layout: ParallelLayout
     """The role's layout."""
     scalar_head: bool
     """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
-    """Its ``recompute`` setting."""
+    """The role's ``recompute`` setting."""
     fused: bool
-    """Whether its layers are Transformer Engine's."""
+    """Whether the model's layers are Transformer Engine's."""
     settings_key: str
-    """The key of its Megatron settings, such as ``actor.megatron``."""
+    """Key of the role's Megatron settings, such as ``actor.megatron``."""
     settings: Mapping[str, Any]
-    """Its Megatron settings."""
+    """The role's Megatron settings."""
     optimizer: OptimizerConfig | None
     """The role's optimizer, or None for a role that is not trained."""
     ddp: Mapping[str, Any]
-    """Its settings of Megatron's DDP."""
+    """The role's settings of Megatron's DDP."""
 
     def request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.

@@ -75,13 +75,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape of the tensor."""
     dtype: str
-    """Its dtype in safetensors' spelling, such as ``BF16``."""
+    """Dtype of the tensor in safetensors' spelling, such as ``BF16``."""
     file: Path
-    """The file that contains it."""
+    """File that contains the tensor."""
     begin: int = 0
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size: int = 0
-    """Number of its bytes."""
+    """Number of bytes of the tensor."""
 
 
 def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:

@@ -47,7 +47,7 @@ _CONVERT = (
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
 _LISTED = 6
-"""Most names, or errors, that are listed."""
+"""Largest number of names, or errors, that are listed."""
 
 
 @dataclass(frozen=True)

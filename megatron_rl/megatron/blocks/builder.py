@@ -39,4 +39,4 @@ class BlockBuilder(Generic[Kind]):
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add to the built layers with this block what Megatron's settings do not express."""
+        """Modify the built layers that have this block where Megatron's settings cannot express a feature."""

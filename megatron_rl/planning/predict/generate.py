@@ -44,7 +44,7 @@ class RolloutLayout:
     replicas: int = 1
     """Number of data-parallel replicas of the engine."""
     max_sequences: int | None = None
-    """Most sequences that a replica decodes at the same time, or None for the engine's default."""
+    """Largest number of sequences that a replica decodes at a time, or None for the engine's default."""
     memory_fraction: float = 0.6
     """Fraction of a GPU's memory that the engine reserves."""
     engine: str = "current"

@@ -372,7 +372,7 @@ class RoleMemory:
     fullest: TrainingMemory
     """Parts of the memory on the GPU with the highest peak, while the role works."""
     states: float
-    """Most bytes of weights, gradients and optimizer states on any GPU, which remain while it is idle."""
+    """Largest weights, gradients and optimizer states of any GPU, in bytes, also while the role is idle."""
 
     @property
     def total(self) -> float:

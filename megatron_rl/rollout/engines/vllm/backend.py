@@ -66,7 +66,7 @@ class TransferRendezvous(WeightTransferInitInfo):
     """Number of vLLM workers, whose ranks follow those of the trainers."""
 
     staging_bytes: int = HybridEngineConfig.staging_bytes
-    """Most bytes in staging buffers at a time, equal on all ranks."""
+    """Largest number of bytes in staging buffers at a time, equal on all ranks."""
 
     verify: str = HybridEngineConfig.verify
     """Verification of a transfer, equal on all ranks; see `HybridEngineConfig.verify`."""
