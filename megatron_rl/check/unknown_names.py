@@ -440,7 +440,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
         ]
         shows_section = True
 
-    # If the value stays the same, suggest the key alone.
+    # If the value stays the same, suggest only the key.
     line = key
     if value is not entry.value:
         line = f"{key}: {one_line(value)}"

@@ -108,7 +108,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     ): """
         save_contents load_contents save_optimizer save_only_model save_safetensors no_save_optim
         ckpt_format default_hdfs_dir""",
-    "the command `eval` evaluates checkpoints alone": """
+    "the command `eval` only evaluates checkpoints": """
         val_only eval_only""",
     "the samples of every step are in the run's folder": """
         rollout_data_dir validation_data_dir log_completions dump_details""",

@@ -370,7 +370,8 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
             _keep_user(isolation)
-            isolation.unenforced.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
+            same_user = SAME_USER.format(name="root")
+            isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.

@@ -1,7 +1,7 @@
 """Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
 
 The idea: a group is identified by its ranks. Roles with equal groups share one communicator, under any name,
-and the order in which all ranks create the groups follows from the layouts alone.
+and the order in which all ranks create the groups follows only from the layouts.
 """
 
 from __future__ import annotations

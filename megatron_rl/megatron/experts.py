@@ -67,7 +67,7 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
             continue
         for expert in module.local_experts:
             linear: Any = expert.linear_fc2
-            # An expert is on one rank: without this the layer would call a collective over that rank alone.
+            # An expert is on one rank: without this the layer would call a collective over only that rank.
             linear.explicit_expert_comm = True
             linear.bias.sequence_parallel = False
 

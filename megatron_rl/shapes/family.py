@@ -209,7 +209,7 @@ class Family:
         mlp_bias = result.mlp_bias or result.expert_bias
         if result.output_bias != mlp_bias:
             reader.refuse(
-                "Biases in attention's output alone, or in the MLP alone, are not supported",
+                "Biases only in attention's output, or only in the MLP, are not supported",
                 "attention_bias",
                 f"the same as of the MLP, {_as_json(mlp_bias)}",
             )

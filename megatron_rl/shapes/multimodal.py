@@ -180,7 +180,7 @@ def tensor_locations(
     """Return the location of each tensor of the language model in a multimodal checkpoint.
 
     ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
-    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in one
+    the names in a checkpoint of only the language model; tensors of other parts are omitted. Experts in one
     stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
     is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
     transformers.

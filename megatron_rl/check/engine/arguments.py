@@ -76,7 +76,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync transfers the actor's tensors only, not the tensors of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
-    "a replica is sharded by rollout.tensor alone, and further rollout ranks make further replicas": """
+    "a replica is sharded only by rollout.tensor, and further rollout ranks make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
         data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address

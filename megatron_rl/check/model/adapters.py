@@ -203,7 +203,7 @@ def _expert_errors(
             "adapters of experts cannot be synced separately from the weights: vLLM has no kernel for them "
             "on hosts, and its GPU kernels store the weights in a different order",
             where=f"{key}.sync",
-            expected="merged, or targets of attention alone",
+            expected="merged, or targets only in attention",
             got=f"adapter, with {targets}",
             fix=f"set {key}.sync=merged",
         )
@@ -270,7 +270,7 @@ def _peft_config_errors(
                 where=f"{key}.path",
                 expected=f"{name}: {json.dumps(plain)} in {file}",
                 got=json.dumps(peft[name]),
-                fix="start from an adapter of plain LoRA, which has two matrices alone",
+                fix="start from an adapter of plain LoRA, which has only two matrices",
             )
 
 

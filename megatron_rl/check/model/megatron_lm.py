@@ -381,7 +381,7 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def _needs_checkpoint(key: str, value: str) -> UserError:
     """Return the error for a setting that only has an effect together with ``model.megatron``."""
-    fix = "set model.megatron, or name a Hugging Face model in model.path alone"
+    fix = "set model.megatron, or name only a Hugging Face model, in model.path"
     return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 
 

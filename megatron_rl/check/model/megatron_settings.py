@@ -207,7 +207,7 @@ OPTIMIZER_SET: Mapping[str, str] = {
     **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one learning rate"),
     **dict.fromkeys(("timers", "barrier_with_L1_time"), "the step has its own timers"),
     **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), "weights of 8 bits are not synced"),
-    "log_num_zeros_in_grad": "a step reports the norm of its gradients alone",
+    "log_num_zeros_in_grad": "a step reports only the norm of its gradients",
     "optimizer_cuda_graph": "a graph would hold states that are moved to the host between phases",
     "use_layer_wise_distributed_optimizer": "checkpoints follow the distributed optimizer's buffers",
 }
@@ -382,7 +382,7 @@ def check_model_settings(
                 requires(
                     f"{path}.{name}",
                     values[name],
-                    "Transformer Engine, whose layers alone compute in that format",
+                    "Transformer Engine: only its layers compute in that format",
                     got="no installed transformer_engine",
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )
@@ -457,7 +457,7 @@ def check_optimizer(
         yield from _host_optimizer_errors(optimizer, path)
     elif optimizer.name == "sgd" and optimizer.distributed:
         yield UserError(
-            "Megatron-Core's distributed optimizer saves the state of Adam alone",
+            "Megatron-Core's distributed optimizer saves only the state of Adam",
             where=f"{path}.distributed",
             expected="false with name: sgd",
             got="true",

@@ -92,7 +92,7 @@ class EnvironmentConfig:
     tool_parser: str | None = setting(
         None,
         "vLLM's parser of tool calls in a turn, such as `hermes`.",
-        unset="none: turns are text alone",
+        unset="none: turns are only text",
         also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
     limits: LimitsConfig = setting(LimitsConfig(), "Limits of a process of environments.")
@@ -664,7 +664,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     # With `partial` a long response is continued, so its length is observed in the end.
     if rollout.oversample and not rollout.partial:
         yield UserError(
-            "the limits would follow short responses alone: over-sampling discards the long ones",
+            "the limits would follow only short responses: over-sampling discards the long ones",
             where="rollout.max_response_tokens",
             expected="a number or a table with rollout.oversample, or rollout.partial=true",
             got="auto with rollout.oversample and without rollout.partial",

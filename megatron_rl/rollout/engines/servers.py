@@ -364,7 +364,7 @@ class Lease:
                 raise UserError(
                     "a server is reserved by another run",
                     where=f"{url}, of rollout.server.urls",
-                    expected="a server for this run alone, since each run updates its weights",
+                    expected="a server only for this run, since each run updates its weights",
                     got=f"reserved by {holder}",
                     fix="name another server, or start this run after the other one has ended",
                 )
