@@ -366,7 +366,7 @@ class ReplicaScheduler:
         tokens: int | None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sample up to ``tokens`` tokens for every sequence, or None for no limit.
+        """Sample up to ``tokens`` tokens for every sequence; None means no limit.
 
         Calls ``after_step`` after each engine step.
         """

@@ -130,7 +130,7 @@ class MegatronCheckpoint:
             return errors
 
         # The fix depends on what the checkpoint has instead.
-        got = "no optimizer state, or one of another optimizer than Adam"
+        got = "no optimizer state, or that of an optimizer other than Adam"
         fix = "save it without --no-save-optim"
         if required <= available:
             got = "Adam's moments without its step count"
