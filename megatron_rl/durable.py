@@ -329,7 +329,7 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
 
 
 def no_space(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
-    """Return the error for a full disk; ``byte_count`` is the size of the data, None if unknown."""
+    """Return the error for a full disk; ``byte_count`` is the size of the data, or None if unknown."""
     expected = "room for it"
     if byte_count is not None:
         expected = f"{byte_count * _HEADROOM / 2**30:.2f} GiB of free space"

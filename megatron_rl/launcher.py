@@ -154,7 +154,7 @@ def _integer(
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
-    """Return the error for an invalid variable ``name``; ``got`` is its value, None if it is not set."""
+    """Return the error for an invalid variable ``name``; ``got`` is its value, or None if it is not set."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",

@@ -449,7 +449,7 @@ class TrainBatch(_Rows):
     selected: Tensor | None = None
     """[N] bool, tokens with a different policy loss, selected by statistics of the complete mini-batch."""
     policy_mask: Tensor | None = None
-    """[N] bool, tokens with a policy loss, None if all of ``response_mask`` have one."""
+    """[N] bool, tokens with a policy loss, or None if all of ``response_mask`` have one."""
     nll_weights: Tensor | None = None
     """[N] float32, weights of the imitation loss."""
     group: Tensor | None = None
@@ -465,7 +465,7 @@ class TrainBatch(_Rows):
     position: Tensor | None = None
     """[B] int64, index of the row among all rows of the step."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """As in `Rollouts`."""
+    """B rules, as in `Rollouts`."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",

@@ -626,7 +626,7 @@ class Gae(Advantage):
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
     lam: float = setting(
         1.0,
-        "Lambda: 1 uses the rewards alone, 0 the critic's next value.",
+        "Lambda: 1 uses only the rewards, 0 only the critic's next value.",
         at_least=0,
         at_most=1,
     )

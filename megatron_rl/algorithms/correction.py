@@ -154,7 +154,7 @@ class Correction(Piece):
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
-        # Rejection reads log-probs alone, so it does not depend on the weights and combines with any level.
+        # Rejection reads only log-probs, so it does not depend on the weights and combines with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)

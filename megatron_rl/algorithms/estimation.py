@@ -201,7 +201,7 @@ def _advantage_inputs(
     last = last_masked_token(mask, lengths)
     token_rewards[last[last >= 0]] = rewards[last >= 0]
 
-    # The KL penalty is subtracted after shaping, which is configured for the reward alone.
+    # The KL penalty is subtracted after shaping, which is configured only for the reward.
     if algorithm.kl.in_reward:
         if scores.ref_log_probs is None:
             raise ValueError("the KL penalty in the reward needs Scores.ref_log_probs, which is missing")

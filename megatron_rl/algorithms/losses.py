@@ -395,7 +395,7 @@ class ValueLoss(Piece, ABC):
 class ClippedValueLoss(ValueLoss):
     """Clipped squared error, ``coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)`` per token.
 
-    With ``clip`` None the loss is the first term alone. ``coef`` 0.5 makes it half the squared error.
+    With ``clip`` None the loss is only the first term. ``coef`` 0.5 makes it half the squared error.
 
     Source: OpenAI baselines' PPO2; defaults of verl.
 
@@ -664,7 +664,7 @@ class ClipCov(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
-        # Without dual clip: the paper changes PPO's loss on the selected tokens alone.
+        # Without dual clip: the paper changes PPO's loss only on the selected tokens.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
             clip_high=self.clip_high,

@@ -70,7 +70,7 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with concrete values for defaults that depend on the response limit in tokens."""
+        """Return the piece with the unset settings that it derives from the response limit in tokens."""
         return self
 
 

@@ -114,14 +114,14 @@ class CheckReport:
         origins: Key -> where its value comes from: a file, an override, a default or a derivation.
         layouts: Role -> its layout; None with errors. Then ``batch``, ``memory`` and ``sync`` are unset too.
         batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
-        shape: Shape of the actor's model, None if not available.
+        shape: Shape of the actor's model, or None if not available.
         shapes: Role -> shape of its model.
         models: Role -> config.json of its model.
         memory: Memory of each rank in each phase.
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
-        records: Number of training records, None if they were not counted.
+        records: Number of training records, or None if they were not counted.
         data_stats: Statistics of the data sets that were read.
-        algorithm: The constructed algorithm, None for an unknown one.
+        algorithm: The constructed algorithm, or None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
         untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
@@ -164,7 +164,7 @@ class _Check:
 
     Attributes:
         config: The configuration that is checked.
-        launched: Number of processes that the launcher started, None without a launcher.
+        launched: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
         untried: Warnings that Megatron did not validate its settings.

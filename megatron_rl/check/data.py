@@ -139,7 +139,7 @@ class DataPreview:
     Attributes:
         first: Values of the first valid record in the form of `RecordReader`; of the first record as written
             if none is valid; None for tables that cannot be read on this machine.
-        count: Number of records of the complete data set, None if they were not counted.
+        count: Number of records of the complete data set, or None if they were not counted.
         records: The valid records that were read, in the form of `RecordReader`.
     """
 
@@ -155,11 +155,11 @@ class DatasetStats:
     Attributes:
         where: The key that names the data set.
         records: Number of records that were read.
-        total: Number of records of the complete data set, None if they were not counted.
+        total: Number of records of the complete data set, or None if they were not counted.
         tokenised: Number of records that were tokenised.
         longest: Tokens of the longest tokenised record.
         over: Number of tokenised records with more tokens than ``limit``.
-        limit: Largest valid number of tokens of a record, None if that is not available.
+        limit: Largest valid number of tokens of a record, or None if that is not available.
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
@@ -209,7 +209,7 @@ class ReadBudget:
     remaining: int = field(default_factory=lambda: WHOLE_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Reserve a data set's bytes in the budget; return the bytes to read, None for all of them."""
+        """Reserve a data set's bytes in the budget; return the bytes to read, or None for all of them."""
         # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
         size = 0
         for path in files:
@@ -225,7 +225,7 @@ class ReadBudget:
 
 
 def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
-    """Check the files and records of a data set; return the records, None if it cannot be read."""
+    """Check the files and records of a data set; return the records, or None if it cannot be read."""
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
         error = missing_error(missing_path, data_set.path)
@@ -263,7 +263,7 @@ def _source_paths(source: DataPath) -> list[Path]:
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, None if all do."""
+    """Return the first path of a source that does not exist, or None if all do."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
@@ -274,7 +274,7 @@ def _first_missing(source: DataPath) -> Path | None:
 def _check_records(
     data_set: DataSet, paths: Sequence[Path], files: Files, max_bytes: int | None
 ) -> DataPreview | None:
-    """Read the records of a data set; return the preview, None for an empty data set.
+    """Read the records of a data set; return the preview, or None for an empty data set.
 
     ``max_bytes`` bounds the bytes of JSON lines that are read; None reads all records.
     """
@@ -404,7 +404,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, None if one is a table or too large to count."""
+    """Return the number of lines of all files, or None if one is a table or too large to count."""
     total = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
@@ -443,12 +443,12 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, None if it cannot be read."""
+        """Return the tokenizer, or None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, None if it has no template."""
+        """Return the renderer of the chat template, or None if it has no template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -458,7 +458,7 @@ class TokenCounter:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, None if it cannot be rendered."""
+        """Return the tokens with which the template ends turns, or None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -471,7 +471,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the renderer of conversations as text, None if the template cannot be rendered."""
+        """Return the renderer of conversations as text, or None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
@@ -629,7 +629,7 @@ class TokenCounter:
     def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
-        Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
+        Each row is the prompt followed by one response; without responses it is only the prompt. Without a
         template, the texts are the contents of the messages.
         """
         data = data_set.data

@@ -95,7 +95,7 @@ class Inputs:
             servers and reports the limits that its kernel does not enforce, so its own check does not.
         errors: Errors of the inputs; ``files`` has further ones.
         warnings: Warnings of the inputs.
-        shape: Shape of the actor's model, None if not available.
+        shape: Shape of the actor's model, or None if not available.
         shapes: Role -> shape of its model, for roles whose model is not the actor's.
         roles_without_shape: Roles whose model is not the actor's and not available.
         models: Role -> config.json of its model, where one is available.
@@ -131,7 +131,7 @@ class Inputs:
 
     @cached_property
     def template(self) -> str | None:
-        """Return the source of the actor's chat template, None if not available."""
+        """Return the source of the actor's chat template, or None if not available."""
         path = Path(self.config.model.path)
         if not self.is_valid(_ACTOR_PATH) or not path.is_dir():
             return None
@@ -336,7 +336,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
-    """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
+    """Check the model at ``path``, which ``key`` names; return its shape, or None if not available."""
     # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
     shipped = _shipped_config(inputs.shipped_models, Path(path))
     file = shipped
@@ -498,7 +498,7 @@ def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[User
 
 
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
-    """Check a data set's records, template and tokens; return its records, None if it cannot be read."""
+    """Check a data set's records, template and tokens; return its records, or None if it cannot be read."""
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview

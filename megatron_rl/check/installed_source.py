@@ -116,7 +116,7 @@ def field_error(
             fix = f"write `{section}.{suggestion}`"
         return UserError(message, where=path, expected=f"a field of {owner}", got=got, fix=fix)
 
-    # A value of another type.
+    # A value of the wrong type.
     if not field.accepts(value):
         return UserError(
             f"`{path}` has a value of the wrong type",

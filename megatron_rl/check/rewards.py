@@ -73,7 +73,7 @@ class FunctionRef(NamedTuple):
     extra: tuple[str, ...] = ()
     """Further arguments: from the configuration, or passed to this kind of function only."""
     accepts_group: bool = True
-    """Whether it may have the parameter `GROUP`, all responses to a prompt, in place of ``response``."""
+    """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
     """Arguments of every call."""
     optional: tuple[str, ...] = (TURNS, TOKENS)
@@ -378,9 +378,9 @@ class _Loading(NamedTuple):
     returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
     extra: Sequence[str] = ()
-    """Arguments of its calls in addition to those of every reward function."""
+    """Arguments of the function's calls in addition to those of every reward function."""
     accepts_group: bool = True
-    """Whether it may be called once for all responses to a prompt, see `FunctionRef`."""
+    """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def errors(self) -> list[UserError]:
         """Load the function as a run does; return the errors of loading it."""
@@ -546,7 +546,7 @@ def _header_errors(path: str, header: str) -> Iterator[UserError]:
 
 
 def _variable_errors(path: str, name: str) -> Iterator[UserError]:
-    """Yield the error for an environment variable for a secret: an invalid name, or no valid value here.
+    """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
     """
@@ -681,7 +681,7 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, None for a healthy server.
+    """Send one request; return the problem, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """

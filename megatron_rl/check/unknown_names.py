@@ -155,7 +155,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
         *sections, name = entry.path.split(".")
         parents = " ".join(f"{section}:" for section in sections)
         return entry.as_error(
-            f"`{entry.path}` is written with dots, which join names on the command line alone",
+            f"`{entry.path}` is written with dots, which join names only on the command line",
             "nested names",
             f"write `{name}: {_short_text(entry.value)}` below `{parents}`",
         )
@@ -440,7 +440,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
         ]
         shows_section = True
 
-    # If the value stays the same, suggest the key alone.
+    # If the value stays the same, suggest only the key.
     line = key
     if value is not entry.value:
         line = f"{key}: {one_line(value)}"
@@ -469,13 +469,13 @@ def _configuration_errors(tree: Section, key: str) -> list[UserError]:
 
 
 def _written_value(entry: _UnknownEntry, key: str) -> Any:
-    """Return the value of a key in the configuration as written, None if it is not written."""
+    """Return the value of a key in the configuration as written, or None if it is not written."""
     node = _node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node at the path ``names``, None for a missing one."""
+    """Return the node at the path ``names``, or None for a missing one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):

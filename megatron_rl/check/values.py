@@ -53,7 +53,7 @@ def check_values(config: RunConfig) -> list[UserError]:
 def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError]]:
     """Construct the run's algorithm; return it with every error in its name, pieces and settings.
 
-    With errors, the returned algorithm is the named one with its default pieces, None for an unknown name.
+    With errors, the returned algorithm is the named one with its default pieces, or None for an unknown name.
     """
     try:
         algorithm = algorithm_of(config)

@@ -104,7 +104,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     max_tokens = config.rollout.response_limit
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
-            "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
+            "VAPO's lambda is 0 for every response: the policy learns only from the critic's errors",
             where="algorithm.advantage",
             expected=f"alpha above {1 / max_tokens:.3g}: lambda is 1 - 1 / (alpha * response length)",
             got=f"alpha {advantage.alpha:g} with responses of at most {max_tokens} tokens",

@@ -133,7 +133,7 @@ class PendingCheckpoint:
         final: path of the complete checkpoint.
         writes: planned writes of tensors, in the same order on every rank.
         files: the files of this rank in the partial folder, which the thread flushes to the disk.
-        keep: number of checkpoints to retain, None for all.
+        keep: number of checkpoints to retain, or None for all.
         best: steps whose checkpoints are retained in addition.
     """
 

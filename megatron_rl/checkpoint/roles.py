@@ -103,7 +103,7 @@ def save(
         roles: the trained roles by name, in the same order on every rank. The first one is the actor, whose
             entries are repeated at the top level of meta.json.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
-        keep: number of checkpoints to retain, None for all.
+        keep: number of checkpoints to retain, or None for all.
         best: steps whose checkpoints are retained in addition.
         layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
         in_background: write from copies, so that the models may change meanwhile; the caller must call
@@ -334,7 +334,7 @@ def load_model(
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
     """Return the content of a torch.save file of plain values, tensors and ``types``.
 
-    Raises UserError if the file is unreadable or contains an object of another type.
+    Raises UserError if the file is unreadable or contains an object of the wrong type.
     """
     try:
         with torch.serialization.safe_globals(list(types)):

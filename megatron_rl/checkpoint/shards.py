@@ -192,7 +192,7 @@ def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
 
 
 def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
-    """Restore a model and its optimizer from a checkpoint whose optimizer is in the shards of another layout.
+    """Restore a model and its optimizer from a checkpoint whose optimizer was sharded for another layout.
 
     ``folder`` is the role's folder in the checkpoint. Raises UserError, on all ranks, if values of a
     parameter are not in the checkpoint. Collective over the world.

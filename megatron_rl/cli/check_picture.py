@@ -215,7 +215,7 @@ def _sizes_text(role: str, layout: ParallelLayout) -> str:
 
 
 def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
-    """Return the replica and the stage of a rank, None for a rank without the role."""
+    """Return the replica and the stage of a rank, or None for a rank without the role."""
     if rank not in layout.ranks:
         return None
     position = layout.coordinates(rank)

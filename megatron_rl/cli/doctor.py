@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding; return exit code 1 if any finding is an error."""
     if arguments.before_install:
-        return _before_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
+        return _prepare_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
 
     # Under torchrun every rank checks its machine, and only the first one prints.
     is_first_rank = process_rank() == 0
@@ -165,7 +165,7 @@ def _proof(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
     return findings
 
 
-def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
+def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
 
     Returns exit code 1 if a conflict is an error.

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("hf", "megatron", "peft"),
         default="hf",
         help="hf (default): safetensors with config.json and tokenizer; megatron: a checkpoint for --load of "
-        "Megatron-LM's pretrain_gpt.py; peft: the adapters alone",
+        "Megatron-LM's pretrain_gpt.py; peft: only the adapters",
     )
 
 

@@ -221,9 +221,9 @@ def _check_precision(args: argparse.Namespace) -> None:
         raise UserError(
             f"a run has no {args.precision} weights, so a plan of them cannot be written as a configuration",
             where="--precision",
-            expected="bf16 with --out; other precisions are predictions alone",
+            expected="bf16 with --out; other precisions are only predictions",
             got=f"{args.precision} with --out {args.out}",
-            fix="leave out --precision to write a plan, or leave out --out to see the prediction alone",
+            fix="leave out --precision to write a plan, or leave out --out to see only the prediction",
         )
 
 

@@ -166,13 +166,13 @@ class SimulatedRank:
     rank: int
     """Rank in the world."""
     phases: Mapping[str, Usage]
-    """Phase -> resources that it used."""
+    """Phase -> resources that the rank used."""
     resting: int
-    """Bytes of its models that remain on the device while another role works."""
+    """Bytes of the rank's models that remain on the device while another role works."""
     groups: Sequence[tuple[str, int]]
-    """Kind and number of ranks of each group that the rank is in."""
+    """Kind and number of ranks of each process group that the rank belongs to."""
     sync: SyncMessages | None = None
-    """Its part of a weight sync; None for engines outside the ranks."""
+    """Messages of the rank in a weight sync; None for engines outside the ranks."""
 
     @property
     def connections(self) -> int:
@@ -330,7 +330,7 @@ def _layer_kind(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
     """Return the bytes of an optimizer's state per parameter; a model weight has ``weight_bytes``.
 
-    The state consists of the moments, and of float32 master weights for a model of another dtype.
+    The state consists of the moments, and of float32 master weights if the model has a different dtype.
     """
     if optimizer.offload:
         # Two moments, weights and gradients in float32, for any dtype of the model.

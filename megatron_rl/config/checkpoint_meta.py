@@ -147,7 +147,7 @@ def model_identity(model: PretrainedModel) -> dict[str, Any]:
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's meta.json; raise UserError if it is missing, broken or of another format."""
+    """Return a checkpoint's meta.json; raise UserError if it is missing, damaged or in a different format."""
     path = Path(directory) / META
     fix = "name a folder such as runs/NAME/checkpoints/step_50 that a finished save has left"
     try:

@@ -98,12 +98,12 @@ ENGINES: dict[str, EngineSpec] = {
             keeps_cache=True,
             stop_texts=True,
             token_history=True,
-            # vLLM's attention on a CPU has kernels for these sizes alone.
+            # vLLM's attention on a CPU has kernels only for these sizes.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
             # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
             host_expert_rows=32,
-            # In vLLM 0.32 (mamba/ops/cpu/gdn_attention.py) the kernel accepts bfloat16 alone, and reads a
+            # In vLLM 0.32 (mamba/ops/cpu/gdn_attention.py) the kernel accepts only bfloat16, and reads a
             # packed copy of the convolution's weights, which a sync does not update.
             host_delta_nets=False,
         ),

@@ -53,9 +53,9 @@ class HealthRule:
     usual: str = ""
     """Values of healthy runs, as text."""
     above: float | None = None
-    """Value above which a measurement is outside the band, None for no limit."""
+    """Value above which a measurement is outside the band, or None for no limit."""
     below: float | None = None
-    """Value below which a measurement is outside the band, None for no limit."""
+    """Value below which a measurement is outside the band, or None for no limit."""
     steps: int = 5
     """Number of consecutive measurements outside the band until the rule fires, and inside until it ends."""
     measure: str = VALUE

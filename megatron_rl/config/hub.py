@@ -1,7 +1,7 @@
 """Models and data sets on the Hugging Face Hub, named ``hf://`` as huggingface_hub's own file system does.
 
 The one idea: a name is replaced by the path of its copy in the Hub's cache when a configuration is loaded, so
-that all later code reads local files alone. The first use pins the revision: later uses on this machine read
+that all later code reads only local files. The first use pins the revision: later uses on this machine read
 the same copy without a request to the Hub.
 """
 

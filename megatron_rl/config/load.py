@@ -182,17 +182,19 @@ def changes(saved: str, config: RunConfig) -> list[str]:
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
 
-    before = flatten(loaded.config)
+    saved_values = flatten(loaded.config)
     # A dump hides secrets, so hide them here too before the comparison.
-    now = flatten(without_secrets(config))
+    values = flatten(without_secrets(config))
     lines = []
-    for name in sorted({*before, *now}):
-        if before.get(name) == now.get(name) or name.startswith(_RESULT_INDEPENDENT):
+    for name in sorted({*saved_values, *values}):
+        saved_value = saved_values.get(name)
+        value = values.get(name)
+        if saved_value == value or name.startswith(_RESULT_INDEPENDENT):
             continue
         # Configurations of earlier versions leave pieces to the algorithm's name, which is compared itself.
-        if name.startswith("algorithm.") and before.get(name) is None:
+        if name.startswith("algorithm.") and saved_value is None:
             continue
-        line = f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
+        line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
         if name.startswith(_PROMPT_ORDER):
             line += ": the order of the prompts changes"
         lines.append(line)

@@ -108,7 +108,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     ): """
         save_contents load_contents save_optimizer save_only_model save_safetensors no_save_optim
         ckpt_format default_hdfs_dir""",
-    "the command `eval` evaluates checkpoints alone": """
+    "the command `eval` only evaluates checkpoints": """
         val_only eval_only""",
     "the samples of every step are in the run's folder": """
         rollout_data_dir validation_data_dir log_completions dump_details""",
@@ -277,11 +277,11 @@ class UnknownName(UserError):
     key: str = ""
     """The name itself."""
     section: str = ""
-    """Path of the section that it was written in, empty at the top."""
+    """Path of the section in which the name was written, empty at the top."""
     value: Any = None
-    """Its value, a mapping for a section."""
+    """Value of the name, a mapping for a section."""
     overrides: bool = False
-    """Whether it was given on the command line."""
+    """Whether the name was given on the command line."""
     below: tuple[str, ...] = ()
     """Paths of the section's own values, relative to the section."""
 

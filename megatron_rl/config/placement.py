@@ -63,7 +63,7 @@ def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return each role's Megatron settings by their configuration path; None for a role without its own."""
+    """Return each role's Megatron settings by configuration path; None for a role without this section."""
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
@@ -174,7 +174,7 @@ class GroupCounts(NamedTuple):
     total: int
     """Groups in the job."""
     per_rank: int
-    """Most groups that one rank belongs to."""
+    """Largest number of groups that one rank belongs to."""
 
 
 def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int) -> GroupCounts:

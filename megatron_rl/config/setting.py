@@ -105,7 +105,9 @@ class Setting:
     example: str = ""
     """Value in the fix of a missing key."""
     number_means: str = ""
-    """Section that a bare number most likely means, with ``VALUE`` in place of the number."""
+    """Section to suggest in the error for a bare number in its place, such as ``{name: loss, coef: VALUE}``.
+
+    ``VALUE`` stands for the number. Empty without a suggestion."""
     per_task: bool = False
     """Whether a sampling profile can set the key for one task."""
     takes_rest: bool = False
@@ -117,7 +119,7 @@ class Setting:
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
-    """Pairs of a key below this section and a name of it in another project."""
+    """(key below this section, name of that key in another project)."""
 
     def bounds(self) -> str:
         """Return the bounds of a number as text, empty without bounds.

@@ -60,9 +60,9 @@ class Leaf:
     value: Any
     """Plain value as YAML reads it."""
     origin: Origin
-    """Where it was written."""
+    """File and line, or override, in which the value was written."""
     unsets: bool = False
-    """Whether it is a null that replaces another value, and so restores the default."""
+    """Whether the value is a null that replaces another value, and so restores the default."""
 
     def plain(self) -> Any:
         """Return the value, as `Section.plain` does."""
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def root(self) -> yaml.Node | None:
-        """Return the root node, None for an empty text; raise `_Refused` if a limit is exceeded."""
+        """Return the root node, or None for an empty text; raise `_Refused` if a limit is exceeded."""
         try:
             node = self.get_single_node()
         except RecursionError:

@@ -24,15 +24,15 @@ class StagePlan:
     """
 
     name: str
-    """Name of its metrics, its log and its folder."""
+    """Name of the stage's metrics, log and folder."""
     where: str
-    """Configuration path of its settings."""
+    """Configuration path of the stage's section."""
     role: str
-    """Section of the role that it trains."""
+    """Section of the role that the stage trains."""
     settings: StageConfig
-    """Its settings."""
+    """The stage's section of the configuration."""
     model: Path
-    """Hugging Face checkpoint that it writes."""
+    """Hugging Face checkpoint that the stage writes."""
 
     @property
     def ended(self) -> bool:

@@ -154,7 +154,7 @@ class TokenBudget:
 
 
 def initial_budget(config: RunConfig) -> TokenBudget | None:
-    """Return the budget of the first step of a run, None without `batch.memory_target`.
+    """Return the budget of the first step of a run, or None without `batch.memory_target`.
 
     ``config`` is resolved: its tokens per micro-batch are those of `estimated_tokens`.
     """

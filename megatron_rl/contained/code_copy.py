@@ -19,7 +19,7 @@ from pathlib import Path
 MANIFEST = "files.json"
 """File of a copy that lists its files with their digests."""
 MAX_FILES = 500
-"""Most files of one package that are copied; further files are loaded from their own paths."""
+"""Largest number of files of one package that are copied; further files are loaded from their own paths."""
 _THIS_PACKAGE = "megatron_rl"
 
 _active_copies: dict[str, bytes] = {}

@@ -73,7 +73,7 @@ CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counte
 _UNUSED_USERS = range(0x70000000, 0x70100000)
 """User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each contained process has its own."""
 _LARGE_MAPPING = 1000
-"""Fewest numbers in a user namespace whose mapping has unused numbers, such as a container's."""
+"""Smallest size of a user namespace whose mapping has unused user numbers, such as a container's."""
 
 # Setting an interface up, from linux/sockios.h and linux/if.h.
 _SET_INTERFACE_FLAGS = 0x8914
@@ -370,7 +370,8 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
             _keep_user(isolation)
-            isolation.unenforced.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
+            same_user = SAME_USER.format(name="root")
+            isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.

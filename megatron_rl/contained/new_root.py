@@ -18,7 +18,7 @@ from megatron_rl.contained import kernel
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible, links_to
 
 MAX_SCRATCH_FILES = 2**18
-"""Most files in the temporary folders: even an empty file takes memory of the kernel."""
+"""Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
 _STAGE = "/tmp"
 """Mount point of the new root while it is assembled; paths below it have been opened by then."""
 _SCRATCH = "/.scratch"
@@ -179,7 +179,7 @@ def _restrict(
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
 
-    # Without a mapping of owners, the files may belong to another user than the owner.
+    # Without a mapping of owners, the files may appear to belong to a different user.
     if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
         raise Unreadable(path)
 

@@ -60,7 +60,7 @@ _SHARED_FOLDERS = frozenset(
 )
 """Folders that contain files of several programs or users, in addition to the homes of users."""
 _MAX_LINKS = 40
-"""Most symbolic links that the kernel follows in one path."""
+"""Largest number of symbolic links that the kernel follows in one path."""
 
 VARIABLES = frozenset(
     {

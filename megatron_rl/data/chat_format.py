@@ -526,17 +526,18 @@ class VisibleText:
     @cached_property
     def hidden(self) -> frozenset[int]:
         """Ids of the tokens that only delimit a turn, which are omitted from the text."""
-        # Ends of responses, tokens with a named purpose, and tokens that the template writes around messages.
+        # Tokens that end responses, and tokens with a named purpose such as BOS.
         tokenizer = self._tokenizer
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
         for name in NAMED_TOKENS:
-            number = getattr(tokenizer, f"{name}_id", None)
-            if number is not None:
-                ids.add(number)
+            token_id = getattr(tokenizer, f"{name}_id", None)
+            if token_id is not None:
+                ids.add(token_id)
 
+        # Tokens that the template writes around messages.
         added_texts = added_tokens(tokenizer)
-        marks = template_tokens(renderer_of(tokenizer), added_texts.values())
-        ids.update(number for number, text in added_texts.items() if text in marks)
+        delimiters = template_tokens(renderer_of(tokenizer), added_texts.values())
+        ids.update(token_id for token_id, text in added_texts.items() if text in delimiters)
         return frozenset(ids)
 
     def text(self, tokens: Sequence[int]) -> str:

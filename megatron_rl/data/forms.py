@@ -519,7 +519,7 @@ class RecordReader:
         if "system" in names:
             hints.append("put `system` in front of the messages, as one of the role system")
         if not names.isdisjoint(_MEDIA_FIELDS):
-            hints.append("leave out records with images or sounds: prompts are text alone")
+            hints.append("leave out records with images or sounds: prompts are only text")
         if not self.responses and self.consumers.metadata is None:
             hints.append("a reward function or an environment gets all fields as `metadata`")
 
@@ -619,7 +619,7 @@ def _part_text(item: Any) -> str:
 
     problem = "has a part other than text"
     if isinstance(kind, str):
-        problem = f"has a part of type {kind!r}, and models are trained on text alone"
+        problem = f"has a part of type {kind!r}, and models are trained only on text"
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',

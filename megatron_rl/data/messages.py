@@ -360,7 +360,7 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the response's first message in a complete conversation.
 
-    A conversation whose turns all have the weight 0 is split, too: `_up_to_last_trained` raises the error.
+    A conversation without a trained turn is split, too: `_up_to_last_trained` later raises the error for it.
     """
     # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]

@@ -160,7 +160,7 @@ class TemplateRenderer:
         assert process.stdin is not None and process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            request = [_request_of(rendering) for rendering in batch]
+            request = [_json_values(rendering) for rendering in batch]
             process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
@@ -206,8 +206,8 @@ class TemplateRenderer:
             self._process = None
 
 
-def _request_of(rendering: Rendering) -> tuple[Any, ...]:
-    """Convert a rendering to values that JSON can encode."""
+def _json_values(rendering: Rendering) -> tuple[Any, ...]:
+    """Return the fields of a rendering as values that JSON can encode."""
     return (*rendering[:-1], dict(rendering.kwargs))
 
 

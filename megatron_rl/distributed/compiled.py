@@ -23,7 +23,7 @@ def compile_for_any_shape() -> None:
     """Recompile the fused functions of Megatron-Core with dynamic shapes from the first call on.
 
     By default torch compiles for the first shape, then for any shape, and stops compiling after eight
-    kernels. A resumed run has shapes in another order than the uninterrupted run, and would differ from it in
+    kernels. A resumed run has shapes in a different order than the uninterrupted run, and would differ in
     the last bits. torch's global switch is not used, because vLLM in the same process reads it, too.
     """
     compile_function = partial(torch.compile, dynamic=True)

@@ -488,7 +488,7 @@ def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
 
 
 class _HostMode(TorchFunctionMode):
-    """Redirection of tensors that Megatron-Core creates on or moves to the accelerator."""
+    """Mode in which tensors that Megatron-Core creates on, or moves to, the accelerator stay on the host."""
 
     def __torch_function__(
         self,

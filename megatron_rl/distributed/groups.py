@@ -1,7 +1,7 @@
 """Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
 
 The idea: a group is identified by its ranks. Roles with equal groups share one communicator, under any name,
-and the order in which all ranks create the groups follows from the layouts alone.
+and the order in which all ranks create the groups follows only from the layouts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
     The groups share the world's bootstrap and its discovery of the topology.
     """
     # The world's communicator must exist and be bound to a device. The binding is temporary: if it remained,
-    # torch would split on the ranks outside a later group of another backend, but not on its members.
+    # torch would split on the ranks outside a later group with a different backend, but not on its members.
     dist.all_reduce(torch.zeros(1, device=device.device()))
     world: Any = dist.group.WORLD
     world.bound_device_id = device.device()

@@ -110,11 +110,11 @@ class _OpenEpisode:
     """Arguments of `Episode`."""
 
     busy_since: float | None = None
-    """Time (monotonic) since which its environment is running, or None while it awaits a turn."""
+    """Time (monotonic) since which the environment has been running, or None while it awaits a turn."""
 
     runs_alone: bool = False
-    """Whether it may have caused the loss of a process. It then gets a process without other episodes, so
-    that it certainly causes a further loss of that process."""
+    """Whether the episode may have caused the loss of a process. It then runs in a process without other
+    episodes, so that it is certainly the cause if that process is lost, too."""
 
 
 @dataclass
@@ -484,7 +484,7 @@ def _episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 
-    # The protocol of rewards has the key "kind" in place of "result".
+    # The reward protocol has the key "kind" in place of "result".
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None

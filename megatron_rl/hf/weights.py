@@ -30,11 +30,11 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
 MAX_SAMPLED_TENSORS = 64
-"""Most tensors of which `fingerprint` reads a row, so that it takes seconds for a model of any size."""
+"""Largest number of tensors of which `fingerprint` reads a row, so that it takes seconds for any model."""
 _COMPARED_ROWS = 8192
 """Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
-"""Most tensor names that an error lists: for the checkpoint of another model it would list hundreds."""
+"""Largest number of tensor names in an error: for the checkpoint of a wrong model there would be hundreds."""
 
 Checkpoint = CheckpointFiles | MegatronFiles
 """Source of slices of a model's tensors, by their Hugging Face names."""

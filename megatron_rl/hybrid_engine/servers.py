@@ -94,12 +94,12 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
 
 @dataclass(frozen=True)
 class _ServerLink:
-    """Process group with the workers of one server."""
+    """Weight sync to one server, and the process group of actor ranks and server workers that it uses."""
 
     transfer: HybridEngine
-    """Weight sync in the group."""
+    """Weight sync over ``group``."""
     group: Any
-    """The process group."""
+    """Process group with the workers of the server."""
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class HybridEngine:
     def sync(self, version: int | None = None) -> Metrics:
         """Move the weights, verify them and activate them in the engine; return the timings.
 
-        ``version``: version of the model's current weights, None for ``self.version``. Raises
+        ``version``: version of the model's current weights, or None for ``self.version``. Raises
         WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
         if version is None:

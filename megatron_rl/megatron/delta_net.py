@@ -88,14 +88,14 @@ class PackedDeltaNet(GatedDeltaNet):
         # For this rank's heads: queries, keys and values; the gate of the output; and the projections of
         # learning rate and decay, one each per value head.
         value_heads = self.num_value_heads // self.tp_size
-        mixed_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
-        mixed, gate, rates = projected.split((mixed_width, gate_width, 2 * value_heads), dim=-1)
+        qkv, gate, rates = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
 
-        # Compute rows of similar length together. The gate acts on each token alone, so it is not gathered.
+        # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
         outputs = []
-        for mixed_bucket, rates_bucket in zip(packed.fill(mixed), packed.fill(rates), strict=True):
-            outputs.append(self._bucket(mixed_bucket, rates_bucket).flatten(0, 1))
+        for qkv_bucket, rates_bucket in zip(packed.fill(qkv), packed.fill(rates), strict=True):
+            outputs.append(self._compute_bucket(qkv_bucket, rates_bucket).flatten(0, 1))
         output = packed.join(outputs)
 
         # The norm of each head comes before its gate.
@@ -103,20 +103,20 @@ class PackedDeltaNet(GatedDeltaNet):
         gated = self.out_norm(output) * functional.silu(gate.float())
         return self.out_proj(gated.to(hidden_states.dtype).flatten(1).unsqueeze(1))
 
-    def _bucket(self, mixed: Tensor, rates: Tensor) -> Tensor:
+    def _compute_bucket(self, qkv: Tensor, rates: Tensor) -> Tensor:
         """Compute a bucket's output [rows, longest, value heads, size].
 
-        ``mixed`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
+        ``qkv`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
         [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
         # The convolution pads both ends; only its first ``length`` outputs are causal.
-        length = mixed.shape[1]
-        convolved = self.conv1d(mixed.transpose(1, 2))[..., :length]
-        mixed = functional.silu(convolved).transpose(1, 2)
+        length = qkv.shape[1]
+        convolved = self.conv1d(qkv.transpose(1, 2))[..., :length]
+        qkv = functional.silu(convolved).transpose(1, 2)
 
         key_width = self.qk_dim // self.tp_size
         value_width = self.v_dim // self.tp_size
-        query, key, value = mixed.split((key_width, key_width, value_width), dim=-1)
+        query, key, value = qkv.split((key_width, key_width, value_width), dim=-1)
         query = query.unflatten(-1, (-1, self.key_head_dim))
         key = key.unflatten(-1, (-1, self.key_head_dim))
         value = value.unflatten(-1, (-1, self.value_head_dim))

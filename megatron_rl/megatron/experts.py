@@ -67,7 +67,7 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
             continue
         for expert in module.local_experts:
             linear: Any = expert.linear_fc2
-            # An expert is on one rank: without this the layer would call a collective over that rank alone.
+            # An expert is on one rank: without this the layer would call a collective over only that rank.
             linear.explicit_expert_comm = True
             linear.bias.sequence_parallel = False
 
@@ -161,11 +161,11 @@ LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
 
 
 class _RouterReplay:
-    """Recording and replay for the router of one layer, counted from 0.
+    """Recording and replay of expert choices for the router of one layer.
 
-    It has the interface of Megatron-Core's RouterReplay, which the router calls for the top-k. Megatron's own
-    class has one list for all models of a process, which would mix actor and reference, and it records only
-    the last micro-batch of a pipeline.
+    ``layer`` is counted from 0 over the whole model. The class has the interface of Megatron-Core's
+    RouterReplay, which the router calls for the top-k. Megatron's own class has one list for all models of a
+    process, which would mix actor and reference, and it records only the last micro-batch of a pipeline.
     """
 
     def __init__(self, layer: int, routing: Routing) -> None:

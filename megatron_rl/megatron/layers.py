@@ -87,7 +87,7 @@ def attention_backend_of_process() -> dict[str, str]:
     """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
     Megatron writes the setting of the first model into environment variables of Transformer Engine, and
-    raises for a model with another setting. The model of a training script has ``auto`` by default.
+    raises for a model with a different setting. The model of a training script has ``auto`` by default.
     """
     # `auto` is the only choice that sets all three.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
@@ -110,7 +110,7 @@ def _explain_missing_kernel() -> Iterator[None]:
             where="actor.megatron.attention_backend",
             expected="a kernel of the kind that attention_backend names: by default `fused`, cuDNN's",
             got=f"none; its reasons: {_rejection_reasons(backends)}",
-            fix="run `python -m megatron_rl doctor`, which opens what cuDNN needs; or set "
+            fix="run `python -m megatron_rl doctor`, which checks the libraries that cuDNN opens; or set "
             "actor.megatron.attention_backend=flash with flash-attn, or model.attention=torch",
         ) from error
 
@@ -340,7 +340,7 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
-        attend = self._bucket
+        attend = self._compute_bucket
         if self.softmax_offset is not None:
             attend = self._bucket_with_sinks
         return packed_seq_params.join([attend(*bucket) for bucket in buckets])
@@ -351,7 +351,7 @@ class PackedAttention(nn.Module, RowAttention):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
+        """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
         query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
@@ -375,7 +375,7 @@ class PackedAttention(nn.Module, RowAttention):
 
         # Drop the output of the sink's own query, the first one, and the padding of the values.
         length = query.shape[1]
-        output = self._bucket(query, key, value, scale, sinks=1)
+        output = self._compute_bucket(query, key, value, scale, sinks=1)
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
@@ -394,7 +394,7 @@ class PackedAttention(nn.Module, RowAttention):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def _bucket(
+    def _compute_bucket(
         self,
         query: Tensor,
         key: Tensor,
@@ -653,7 +653,7 @@ def block_spec(
     Plain layers get the norm and the attention of this module. Transformer Engine's layers get
     `PackedAttention` if ``core_attention`` is "torch" or if attention has sinks.
     """
-    # Replace the attention of Transformer Engine's layers, which takes rows in another format.
+    # Replace the attention of Transformer Engine's layers, which expects rows in a different format.
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
         attention: Any = PackedAttention

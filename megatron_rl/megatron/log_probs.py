@@ -481,10 +481,10 @@ def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Also returns the columns clamped to the tile, and whether each is in the tile.
     """
     columns, in_tile = _tile_columns(ids, logits.shape[1])
-    taken = logits.gather(1, columns)
+    column_logits = logits.gather(1, columns)
     # Adding the difference leaves the column that ids of other tiles are clamped to unchanged.
-    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - taken, 0))
-    return taken, columns, in_tile
+    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - column_logits, 0))
+    return column_logits, columns, in_tile
 
 
 def _bucket_slope(
@@ -772,18 +772,18 @@ def _combine_buckets(
     ``ids`` [n, k]; the last bucket is that of all other tokens.
     """
     merged = _merge(stats)
-    rest = merged[:4]
+    other_stats = merged[:4]
     bucket_logits = merged[4:].t()
 
     # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
     is_target = ids == targets[:, None]
     position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
     ones = torch.ones_like(bucket_logits[:, 0])
-    chosen = tile_statistics(bucket_logits.clone(), position, ones)
-    log_normaliser, log_probs, entropy = _combine(torch.stack((rest, chosen)))
+    bucket_stats = tile_statistics(bucket_logits.clone(), position, ones)
+    log_normaliser, log_probs, entropy = _combine(torch.stack((other_stats, bucket_stats)))
 
-    log_rest = rest[0] + rest[1].log()
-    log_masses = torch.cat((bucket_logits, log_rest[:, None]), dim=1)
+    log_others = other_stats[0] + other_stats[1].log()
+    log_masses = torch.cat((bucket_logits, log_others[:, None]), dim=1)
     return log_normaliser, log_probs, entropy, log_masses - log_normaliser[:, None]
 
 

@@ -170,7 +170,10 @@ class Adapter(nn.Module):
         return functional.dropout(hidden, self.dropout)
 
     def _exchange(self, low_rank: Tensor) -> Tensor:
-        """Exchange A x as the layer exchanges its inputs or outputs. Collective over the layer's group."""
+        """Apply the tensor-parallel collective of the layer's input or output to A x.
+
+        Collective over the layer's group.
+        """
         if self.expert:
             # The dispatcher sends all tokens of an expert to each of the expert's ranks, and sums the outputs
             # of these ranks, both W x and B (A x). Each rank thus has a part of the replicated factor's

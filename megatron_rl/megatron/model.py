@@ -341,8 +341,8 @@ class ParallelModel:
                 support=support,
                 rules=rules,
             )
-            log_probs, entropy, *others = outputs
-            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *others)
+            log_probs, entropy, *bucket_outputs = outputs
+            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *bucket_outputs)
         if isinstance(buckets, TopTokens):
             assert bucket_ids is not None
             return (*outputs, bucket_ids)

@@ -25,7 +25,7 @@ class AllHeadsNorm(nn.Module):
     ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
     heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
     the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
-    completes gradients that each rank computes for its own heads alone.
+    completes gradients that each rank computes only for its own heads.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class AllHeadsNorm(nn.Module):
         return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
 
 
-def prepare_whole_norms(layers: Iterable[Any]) -> None:
-    """Replace the norms of queries and keys of some layers by norms over all heads.
+def replace_query_key_norms(layers: Iterable[Any]) -> None:
+    """Replace the norms of queries and keys in ``layers`` by norms over all heads.
 
     Source: Team OLMo, arXiv 2501.00656, section 3.1.
     """

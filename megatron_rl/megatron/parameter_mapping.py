@@ -97,7 +97,7 @@ def _copy_complete(
     target.copy_(source.complete)
 
 
-def _rows(
+def _copy_rows(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -111,7 +111,7 @@ def _rows(
     source.copy_to(target, cut.index * (source.count // cut.count))
 
 
-def _columns(
+def _copy_columns(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -122,7 +122,7 @@ def _columns(
     target.copy_(source.complete.narrow(1, cut.index * columns, columns))
 
 
-def _sections(
+def _copy_sections(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -135,7 +135,7 @@ def _sections(
         position += rows
 
 
-def _query_key_value(
+def _copy_query_key_value(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -158,7 +158,7 @@ def _query_key_value(
             position += size
 
 
-def _stacked(
+def _copy_stacked(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -168,7 +168,7 @@ def _stacked(
         target_slice.copy_(source.complete)
 
 
-def _vocabulary(
+def _copy_vocabulary(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -183,13 +183,13 @@ def _vocabulary(
 
 _COPY_RULES: Mapping[str, CopyRule] = {
     "whole": _copy_complete,
-    "rows": _rows,
-    "latent": _rows,
-    "columns": _columns,
-    "sections": _sections,
-    "query_key_value": _query_key_value,
-    "vocabulary": _vocabulary,
-    "stacked": _stacked,
+    "rows": _copy_rows,
+    "latent": _copy_rows,
+    "columns": _copy_columns,
+    "sections": _copy_sections,
+    "query_key_value": _copy_query_key_value,
+    "vocabulary": _copy_vocabulary,
+    "stacked": _copy_stacked,
 }
 """Rules by `Weight.cut`."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")

@@ -221,7 +221,7 @@ class PassGuard:
         """Free the tensors of a failed pass, and reset the state that it has changed."""
         for chunk in self.model.wrapped:
             # Megatron-Core 0.19: with overlap_grad_reduce groups of buckets count the gradients of a step,
-            # and expect all of them at the next reset. A reduction that has begun is over this rank alone.
+            # and expect all of them at the next reset. A reduction that has begun is only over this rank.
             for bucket_group in _bucket_groups(chunk):
                 if bucket_group.grad_reduce_handle is not None:
                     bucket_group.grad_reduce_handle.wait()

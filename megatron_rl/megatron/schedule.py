@@ -421,7 +421,7 @@ def forward_backward(
     [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
     ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
     after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
-    and this rank's metrics; stages before the last have the padding metrics alone. Collective over the
+    and this rank's metrics; stages before the last have only the padding metrics. Collective over the
     model's ranks.
     """
 

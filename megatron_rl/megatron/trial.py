@@ -93,7 +93,7 @@ def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
     which takes a quarter of the time.
     """
     if not complete:
-        _import_modules_alone()
+        _skip_package_imports()
 
     # Megatron's modules have circular imports, which work if this one is imported first.
     import megatron.core.parallel_state  # noqa: F401
@@ -104,8 +104,8 @@ def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
     return transformer_config, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
-def _import_modules_alone() -> None:
-    """Import modules of Megatron without their packages, and without torch's compiler."""
+def _skip_package_imports() -> None:
+    """Prepare for the import of Megatron modules that skips their packages' __init__.py and torch.compile."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]

@@ -73,7 +73,7 @@ class Finding:
     name: str
     """Subject, as a column of the printed table."""
     text: str
-    """Result of the check, for the reader."""
+    """Result of the check, as a text for the user."""
     fix: str | None = None
     """Advice, or None if there is nothing to fix."""
 
@@ -112,7 +112,10 @@ def _package(name: str, tested_version: str) -> Finding:
 
 
 def _built_together(in_environment: bool) -> dict[str, str]:
-    """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
+    """Return the installed versions of the packages `BUILT_TOGETHER`, by name.
+
+    Only packages in this virtual environment are returned, or only those outside of it.
+    """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         # The metadata may spell a name with any of - _ and a dot.
@@ -124,7 +127,7 @@ def _built_together(in_environment: bool) -> dict[str, str]:
 
 
 def system_packages() -> dict[str, str]:
-    """Return the versions of `BUILT_TOGETHER` that are installed on the machine or in its container."""
+    """Return the versions of the packages `BUILT_TOGETHER` that the machine or its container has."""
     return _built_together(in_environment=False)
 
 
@@ -147,7 +150,7 @@ def _shadowed() -> list[Finding]:
 
 
 def _conflicts() -> list[Finding]:
-    """Return a finding for each package that was built for another torch than the installed one."""
+    """Return a finding for each package that was built for a different torch than the installed one."""
     torch = installed("torch")
     if torch is None:
         return []
@@ -258,7 +261,7 @@ def accelerators() -> list[Finding]:
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
         if torch and not host_build:
-            findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
+            findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
         return findings
 
     # Describe the first GPU; warn if the machine has several kinds.

@@ -1,6 +1,6 @@
 """Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
 
-The idea: a plan depends on boxes alone, and boxes follow from a model's config and a layout. So one process
+The idea: a plan depends only on boxes, and boxes follow from a model's config and a layout. So one process
 computes the boxes of all ranks and builds the plan that the ranks of a job would build.
 """
 
@@ -43,13 +43,13 @@ class Summary:
     model_bytes: int
     """Bytes of one complete copy of the model."""
     received_least: int
-    """Fewest bytes that a rank of the engine receives."""
+    """Smallest number of bytes that a rank of the engine receives."""
     received_mean: float
     """Mean bytes that a rank of the engine receives."""
     received_most: int
-    """Most bytes that a rank of the engine receives."""
+    """Largest number of bytes that a rank of the engine receives."""
     sent_most: int
-    """Most bytes that a rank sends."""
+    """Largest number of bytes that a rank sends."""
     local_mean: float
     """Mean bytes that a rank of the engine copies from its own actor weights."""
     inside_nodes: int
@@ -59,15 +59,15 @@ class Summary:
     messages: int
     """Number of messages of all ranks together."""
     messages_most: int
-    """Most messages that a rank sends, or receives."""
+    """Largest number of messages that a rank sends or receives."""
     peers_most: int
-    """Most ranks with which a rank exchanges messages; each is a connection."""
+    """Largest number of ranks with which a rank exchanges messages, each over a separate connection."""
     peers_mean: float
     """Mean number of ranks with which a rank exchanges messages."""
     staging_most: int
-    """Most bytes of staging buffers on a rank."""
+    """Largest number of bytes of staging buffers on a rank."""
     redundant_most: int
-    """Most bytes that a rank receives although it already has them."""
+    """Largest number of bytes that a rank receives although it already has them."""
     seconds: Mapping[str, float]
     """Predicted seconds of a transfer by cluster, without the time to connect."""
     connect_seconds: float

@@ -204,7 +204,7 @@ class Worker:
         """Return the open calls of a process that ended: those that fail, and those to send again.
 
         The call that a plain function was running fails, and so does a single open call. Any of several
-        concurrent calls may be the cause, so each is sent again alone.
+        concurrent calls may be the cause, so each is sent again in a message of its own.
         """
         calls = list(self.calls.values())
         if not self.traits.concurrent or len(calls) == 1:

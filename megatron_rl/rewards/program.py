@@ -105,7 +105,7 @@ class Remote:
         # Equality that the program defines cannot be trusted, and its objects never equal a plain value.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
-        raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be carried over to its test")
+        raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be sent to the test's process")
 
     def __hash__(self) -> int:
         return self._number
@@ -138,7 +138,9 @@ def _operation(name: str) -> Callable[..., Any]:
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
-            raise self._peer.cannot_compare(f"only the program has `{name}` of its {self._kind}")
+            raise self._peer.cannot_compare(
+                f"a test applies `{name}` to a {self._kind} of the program, which could imitate any value"
+            )
         return self._peer.request("operator", name, self, *operands)
 
     return operate
@@ -302,7 +304,7 @@ class Peer:
         if isinstance(value, Remote):
             return ["yours", value._number]
         if self._names is None and not callable(value):
-            raise self.cannot_compare(f"a test hands over a value of type {type(value).__name__}")
+            raise self.cannot_compare(f"a test passes a value of type {type(value).__name__}")
 
         number = self._numbers.get(id(value))
         if number is None:

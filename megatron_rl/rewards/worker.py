@@ -201,7 +201,7 @@ class Traits(NamedTuple):
     takes_all: bool = True
     """Whether the function accepts any other name, too (``**kwargs``)."""
     concurrent: bool = False
-    """Whether it is a coroutine function, whose calls run concurrently."""
+    """Whether the function is a coroutine function, whose calls run concurrently."""
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Traits:

@@ -144,7 +144,7 @@ class Roles:
             yield
 
     def close(self) -> None:
-        """Release the engine, and end the reward and environment processes."""
+        """Close the teacher's client and the engine, and end the reward and environment processes."""
         if self.served_teacher is not None:
             self.served_teacher.close()
         self.reward.close()
@@ -210,7 +210,7 @@ def build_roles(
 
 
 def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeacher | None:
-    """Build the client of a teacher's server, None for a run without one."""
+    """Build the client of a teacher's server; return None for a run without one."""
     if config.teacher_server is None or not algorithm.needs_teacher:
         return None
     top = _top_tokens(config, algorithm.distillation.top_tokens)
@@ -218,7 +218,7 @@ def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeac
 
 
 def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
-    """Return the request for a teacher's ``count`` most likely tokens, None for a count of 0."""
+    """Return the request for a teacher's ``count`` most likely tokens, or None for a count of 0."""
     if not count:
         return None
     # Only tokens that the actor has: a teacher's embedding may have further rows.
@@ -503,7 +503,7 @@ def build_pretrained(
 ) -> ParallelModel | None:
     """Build a model on ``layout`` and load its Hugging Face weights; return None on ranks outside the layout.
 
-    ``path``: folder of the Hugging Face model, None for `model.path`.
+    ``path``: folder of the Hugging Face model, or None for `model.path`.
     ``recompute``: activation recomputation, as in the configuration.
     ``head``: ``lm`` for a policy, ``value`` for a critic or a reward model.
 
@@ -549,7 +549,7 @@ def weights_folder(config: RunConfig, path: str | None) -> str:
 def _provider(config: RunConfig, path: str) -> Provider | None:
     """Return the user's model code (`model.provider`) for the model at ``path``.
 
-    Returns None without such code, and for a model with another shape than `model.path`, for example a
+    Returns None without such code, and for a model whose shape differs from `model.path`, for example a
     smaller reward model: Megatron's GPTModel is used for it.
     """
     if config.model.provider is None:

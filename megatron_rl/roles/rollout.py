@@ -27,7 +27,7 @@ from megatron_rl.rollout.scheduler import (
     Rendezvous,
     ReplicaQueue,
     ReplicaScheduler,
-    await_rendezvous,
+    arrive_at_rendezvous,
     draw_queue_index,
     sample_round,
 )
@@ -155,7 +155,7 @@ class RolloutRole:
         """
         # In the open order the replicas sample until all ranks without an engine have reached this call.
         if generation_round.rendezvous is not None and self.engine is None:
-            await_rendezvous(generation_round.rendezvous)
+            arrive_at_rendezvous(generation_round.rendezvous)
 
         shard = members.gather_rows(new_tokens.shard)
 

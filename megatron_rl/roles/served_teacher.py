@@ -58,7 +58,7 @@ class TeacherResults(NamedTuple):
 class ServedTeacher:
     """Client of a teacher's server.
 
-    ``top_tokens``: request for the most likely tokens of each distribution, None for no such columns.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such columns.
     """
 
     name = "teacher_server"
@@ -154,7 +154,7 @@ class _RowColumns:
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 
     def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response; return what is wrong with it, None for a valid one."""
+        """Fill the columns from a response; return what is wrong with it, or None for a valid one."""
         try:
             entries = reply.value["choices"][0]["prompt_logprobs"]
             if len(entries) != len(tokens):
@@ -173,7 +173,7 @@ class _RowColumns:
         token: int,
         entries: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Fill in the log-probs of one position; raise ValueError for a number that is none."""
+        """Fill in the log-probs of one position; raise ValueError for a number that is not a log-prob."""
         log_probs = {int(text): float(entry["logprob"]) for text, entry in entries.items()}
         if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs.values()):
             raise ValueError(f"log-probs {log_probs}")
@@ -181,17 +181,17 @@ class _RowColumns:
         if self._top_tokens is None:
             return
 
-        # The sampled token is among the entries, also where it is not among the most likely ones.
+        # The sampled token is always among the entries, even if it is not among the most likely ones.
         count, vocabulary = self._top_tokens
         if len(log_probs) < min(count, vocabulary):
             raise ValueError(f"{len(log_probs)} tokens, expected {count}")
         likely = sorted(log_probs, key=lambda number: -log_probs[number])[:count]
         likely = [number for number in likely if number < vocabulary]
         values = [log_probs[number] for number in likely]
-        rest = 1.0 - math.fsum(map(math.exp, values))
+        other_probability = 1.0 - math.fsum(map(math.exp, values))
         absent = count - len(likely)
         ids = torch.tensor(likely + [-1] * absent, dtype=torch.int32)
         self.tensors["teacher_top_ids"][position] = ids
         self.tensors["teacher_top_log_probs"][position] = torch.tensor(
-            [*values, *[BANNED] * absent, math.log(max(rest, LEAST_REST))]
+            [*values, *[BANNED] * absent, math.log(max(other_probability, LEAST_REST))]
         )

@@ -201,8 +201,7 @@ class NewTokens(NamedTuple):
     shard: RowShard
     """The new tokens. ``rows`` are positions in `GenerationRound.unfinished`. Per token: ``tokens``, ``mask``
     (true if sampled), ``log_probs``, ``support_sizes``. Per sequence: ``finish_reason`` and ``round``, the
-    token
-    round in which it finished."""
+    token round in which it finished."""
 
     outcomes: dict[int, Outcome]
     """Outcomes of environments that have ended, by position in `GenerationRound.unfinished`."""

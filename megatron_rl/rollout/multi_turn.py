@@ -58,7 +58,7 @@ class _Conversation:
     """Number of the episode in `EnvironmentPool`."""
 
     max_model_len: int | None
-    """The engine's maximum number of prompt and response tokens, None for no limit."""
+    """The engine's maximum number of prompt and response tokens, or None for no limit."""
 
     stops: StopTexts
     """Search for stop texts in the policy's turns."""
@@ -76,10 +76,10 @@ class _Conversation:
     """Whether the sequence has an open request."""
 
     round_tokens_left: int | None = None
-    """Maximum number of tokens that this token round may still sample, None for no limit."""
+    """Maximum number of tokens that this token round may still sample, or None for no limit."""
 
     turn_tokens_left: int | None = None
-    """Maximum number of tokens that this turn may still sample, None for no limit."""
+    """Maximum number of tokens that this turn may still sample, or None for no limit."""
 
     tools: list[dict[str, Any]] | None = None
     """Tools that the environment offers, in OpenAI's format; None without tools."""
@@ -134,7 +134,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     Arguments that `ReplicaScheduler` does not have:
         hosts: processes that run the environments.
         chat: chat formats that render the environments' messages.
-        parse: parser of the tool calls in a turn, None without tools.
+        parse: parser of the tool calls in a turn, or None without tools.
     """
 
     def __init__(

@@ -138,8 +138,11 @@ class Rendezvous:
         )
 
 
-def await_rendezvous(number: int) -> None:
-    """Count this rank, which has no engine, as waiting for the end of an open round. Returns immediately."""
+def arrive_at_rendezvous(number: int) -> None:
+    """Count this learner as waiting for the end of an open round; does not block.
+
+    ``number``: `GenerationRound.rendezvous` of the round.
+    """
     store_increment(f"waiting for rendezvous {number}")
 
 
@@ -176,7 +179,7 @@ class ReplicaQueue:
     Arguments:
         generation_round: the round, equal on all replicas.
         max_in_flight: maximum number of sequences in flight on this replica.
-        max_model_len: the engine's limit of prompt and response tokens together, None for no limit.
+        max_model_len: the engine's limit of prompt and response tokens together, or None for no limit.
         next_queue_index: draws from the shared queue: over all replicas it returns each of 0, 1, 2, … once.
         replica: index of this replica.
         replicas: number of replicas.
@@ -352,7 +355,7 @@ class ReplicaScheduler:
         self._schedules = is_leader or not is_led
         self._version = queue.round.version
 
-        # Maximum number of tokens per sequence in this token round, None for no limit.
+        # Maximum number of tokens per sequence in this token round, or None for no limit.
         self._token_round: int | None = None
         # Indices in `admitted` of the sequences that need a request, and the number of open requests.
         self._pending: list[int] = []
@@ -363,7 +366,7 @@ class ReplicaScheduler:
         tokens: int | None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sample up to ``tokens`` tokens for every sequence, None for no limit.
+        """Sample up to ``tokens`` tokens for every sequence; None means no limit.
 
         Calls ``after_step`` after each engine step.
         """

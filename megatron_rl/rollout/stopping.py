@@ -105,8 +105,9 @@ class StopTexts:
         if not sampling.stop_texts:
             return None
         start = len(tokens) - turn_tokens
-        before = tokens[max(0, start - 1) : start]
-        return StopSearch(self._decode, sampling.stop_texts, before, tokens[start:])
+        # Decoders may drop the leading space of a text, so decode the turn after the token that precedes it.
+        preceding = tokens[max(0, start - 1) : start]
+        return StopSearch(self._decode, sampling.stop_texts, preceding, tokens[start:])
 
     def is_stopped(
         self,

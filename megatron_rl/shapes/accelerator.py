@@ -57,11 +57,11 @@ class AcceleratedRole:
     shape: ModelShape
     """Sizes of the model."""
     layout: ParallelLayout
-    """Its parallel layout."""
+    """Parallel layout of the role."""
     fused: bool
-    """Whether its layers are Transformer Engine's."""
+    """Whether the model's layers are Transformer Engine's."""
     half_precision: bool
-    """Whether it computes in bfloat16 or float16."""
+    """Whether the model computes in bfloat16 or float16."""
     capability: int = HOPPER
     """Compute capability x 10."""
     deterministic: bool = False
@@ -69,11 +69,11 @@ class AcceleratedRole:
     has_flash_attention: bool = False
     """Whether the package flash-attn is installed."""
     distributed: bool = True
-    """Whether its optimizer is Megatron's distributed one."""
+    """Whether the role has Megatron's distributed optimizer."""
     replays_routing: bool = False
-    """Whether its routers replay recorded choices."""
+    """Whether the model's routers replay recorded choices."""
     adapted: bool = False
-    """Whether it has low-rank adapters."""
+    """Whether the model has low-rank adapters."""
 
     @property
     def sets_attention_backend(self) -> bool:
@@ -103,7 +103,7 @@ class AcceleratedRole:
         if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
             has_kernel = True
 
-        # cuDNN's backward pass has a deterministic kernel for Hopper alone.
+        # cuDNN's backward pass has a deterministic kernel only for Hopper.
         if self.deterministic and not HOPPER <= self.capability < 100:
             has_kernel = False
 
@@ -138,13 +138,13 @@ class AcceleratorDefault:
     key: str
     """Name of the field or variable."""
     value: Any
-    """Its default on an accelerator."""
+    """Default value on an accelerator."""
     condition: str
-    """When it applies, as text."""
+    """Condition under which the default applies, as text."""
     applies: Callable[[Any], bool]
     """The condition, of an `AcceleratedRole`, or of an `AcceleratedJob` for environment variables."""
     reason: str
-    """What the default saves, or avoids."""
+    """Cost that the default saves, or problem that it avoids."""
 
 
 DEFAULTS: tuple[AcceleratorDefault, ...] = (

@@ -177,7 +177,7 @@ class Family:
         config = reader.config
         sizes = common_sizes(reader)
 
-        # Refuse computations that no layer here has.
+        # Refuse computations that no layer of this package implements.
         activation = reader.get("hidden_act") or reader.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             reader.refuse(
@@ -209,7 +209,7 @@ class Family:
         mlp_bias = result.mlp_bias or result.expert_bias
         if result.output_bias != mlp_bias:
             reader.refuse(
-                "Biases in attention's output alone, or in the MLP alone, are not supported",
+                "Biases only in attention's output, or only in the MLP, are not supported",
                 "attention_bias",
                 f"the same as of the MLP, {_as_json(mlp_bias)}",
             )

@@ -436,7 +436,7 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     """Return the number of layers of each stage; None if the middle stages cannot be equal.
 
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
-    explicit sizes of the ends, None for an end that is like the middle stages.
+    explicit sizes of the ends, or None for an end that is like the middle stages.
     """
     middle_stages = stages - (first is not None) - (last is not None)
     middle_layers = total - (first or 0) - (last or 0)

@@ -397,7 +397,7 @@ class ModelShape:
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """By mixer: its layers, those with a sliding window, and a layer's FLOPs per key and per token."""
+        """Per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
         sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
         return [
             (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))

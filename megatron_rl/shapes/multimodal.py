@@ -180,7 +180,7 @@ def tensor_locations(
     """Return the location of each tensor of the language model in a multimodal checkpoint.
 
     ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
-    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in one
+    the names in a checkpoint of only the language model; tensors of other parts are omitted. Experts in one
     stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
     is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
     transformers.
@@ -222,14 +222,14 @@ def tensor_locations(
 
 
 def language_name(stored: str) -> str:
-    """Return the name of a stored tensor in a checkpoint of only the language model.
+    """Return the name that a stored tensor has in a checkpoint with only the language model.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
     """
-    for prefix, own_prefix in _PREFIXES.items():
+    for prefix, language_prefix in _PREFIXES.items():
         if stored.startswith(prefix):
-            return own_prefix + stored.removeprefix(prefix)
+            return language_prefix + stored.removeprefix(prefix)
     return stored
 
 

@@ -39,7 +39,8 @@ _UNTRAINABLE_FEATURES = (
     ("layer_norm", True, "LayerNorm"),
     ("learned_positions", None, "learned positions"),
 )
-"""Fields of `ModelShape` that no layer here implements: field, its value (None for any true one), noun."""
+"""Values of `ModelShape` that no layer of this package implements: (field, value or None for any true value,
+noun for errors)."""
 _KEYS_READ_ELSEWHERE = frozenset(
     (
         "_name_or_path", "architectures", "auto_map", "attention_dropout", "bos_token_id", "dtype",
@@ -121,9 +122,9 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of a multimodal model's language model, and that of any other model itself."""
+    """Return the config.json of a multimodal model's language model; any other config.json is unchanged."""
     config = language_config(config)
-    # A multimodal model of another kind can be planned alone.
+    # Multimodal models of other kinds cannot be trained, but their language model can be planned.
     return config.get("text_config") or config
 
 
@@ -135,10 +136,10 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
         description = _describe_untrainable(path)
         errors += [replace(single, got=f"{single.got}{description}") for single in single_errors(error)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        # Values of another type than transformers writes fail anywhere in a family's structure.
+        # Values of an unexpected type may raise any error, anywhere in the code of a family.
         errors.append(
             UserError(
-                "the model's config.json has a value that means nothing",
+                "the model's config.json has an invalid value",
                 where=str(path),
                 expected="values as transformers writes them",
                 got=f"{type(error).__name__}: {error}",
@@ -149,9 +150,10 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
 
 
 def _describe_untrainable(path: Path) -> str:
-    """Return what a config.json needs that is not here, to append to an error; empty if it cannot be read.
+    """Return the features of a config.json that this package does not support, to append to an error.
 
-    For a family outside of the table it also lists the keys that nothing here reads.
+    For a family outside of the table the text also lists the keys that are not read. It is empty for a
+    malformed config.json.
     """
     try:
         config = _text_config(read_json(path))
@@ -167,14 +169,14 @@ def _describe_untrainable(path: Path) -> str:
 
 
 def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the values of ``layer_types`` that no mixer here has, as nouns."""
+    """Return the values of ``layer_types`` that no mixer of this package has, as nouns for an error."""
     known_types = {layer_type for mixer in MIXERS.values() for layer_type in mixer.layer_types}
     unknown_types = {str(layer_type) for layer_type in config.get("layer_types") or []} - known_types
     return [f"layers of type {layer_type}" for layer_type in sorted(unknown_types)]
 
 
 def _describe_keys(config: Mapping[str, Any]) -> str:
-    """Return how many keys of a config.json are read without its family, and the names of the other ones."""
+    """Describe how many keys of a config.json without a known family are read, and name the others."""
     recorder = _KeyRecorder(config)
     _read(ConfigReader(recorder), "model")
 
@@ -186,7 +188,7 @@ def _describe_keys(config: Mapping[str, Any]) -> str:
     listed = ", ".join(unread_keys[:_LISTED_KEYS])
     if len(unread_keys) > _LISTED_KEYS:
         listed += f" and {len(unread_keys) - _LISTED_KEYS} more"
-    return f"of its config.json {read_count} keys are read, and nothing here reads {listed}"
+    return f"{read_count} keys of its config.json are read, and this package does not read {listed}"
 
 
 class _KeyRecorder(dict[str, Any]):
@@ -203,7 +205,7 @@ class _KeyRecorder(dict[str, Any]):
 
 
 def untrainable(shape: ModelShape) -> list[str]:
-    """Return the features of a shape that no layer here implements, as nouns."""
+    """Return the features of a shape that no layer of this package implements, as nouns for an error."""
     features = []
     for name, feature_value, noun in _UNTRAINABLE_FEATURES:
         value = getattr(shape, name)

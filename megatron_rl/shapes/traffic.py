@@ -1,9 +1,9 @@
-"""Bytes that a weight sync from the actor to the rollout engine sends: exact, from sizes alone.
+"""Bytes that a weight sync from the actor to the rollout engine sends: exact, computed only from sizes.
 
 A rank receives the parts of tensors that it needs and does not have. Layers with the same parameters are
 computed once, so that a model of any size on any number of ranks takes milliseconds.
 
-Which shard of the engine a rank needs depends on its rank in the engine replica alone, so the order of the
+Which shard of the engine a rank needs depends only on its rank in the engine replica, so the order of the
 engine's ranks in which the fewest bytes are received (`best_rank_order`) is an assignment problem: ranks to
 ranks of a replica, at the cost of the bytes that each pair would receive.
 """
@@ -85,7 +85,7 @@ def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) ->
     """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
 
-    # Sharded by another dimension than the rows, or not at all.
+    # Not sharded, or sharded by a dimension other than the rows.
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
@@ -266,12 +266,12 @@ Weights = tuple[Weight, ...]
 
 
 class _CommonBytes(NamedTuple):
-    """Bytes of one layer that are on a trainer rank and on an engine rank: [ranks of a replica] per list."""
+    """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
 
     dense: list[list[int]]
-    """By tensor-parallel rank of the trainer."""
+    """Bytes outside routed experts, by tensor-parallel rank of the trainer."""
     experts: dict[tuple[int, int], list[int]]
-    """By expert-parallel and expert-tensor-parallel rank of the trainer."""
+    """Bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class _Engine:
     def common_bytes(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> dict[int, list[int]]:
-        """Return by trainer rank the bytes that it has in common with each rank of a replica."""
+        """Return trainer rank -> bytes of weights that it and each rank of a replica both hold."""
         result: dict[int, list[int]] = {}
         layer_bytes: dict[Weights, _CommonBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)
@@ -330,7 +330,7 @@ class _Engine:
         return adapter_weights(weights, self.lora)
 
     def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
-        """Return the common bytes of a layer, or of the parameters outside the layers."""
+        """Return the bytes of a layer, or of the parameters outside the layers, that both ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
         experts_per_rank = self.shape.experts // trainer.expert
@@ -357,12 +357,12 @@ class _Engine:
         return _CommonBytes(self._bytes(dense, trainer.tensor, self.replica_size), experts)
 
     def _common_experts(self, local: range, index: int) -> int:
-        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica holds too."""
+        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica also holds."""
         resident = engine_experts(self.shape.experts, index, self.replica_size)
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
     def _bytes(self, weights: Iterable[Weight], trainer_ranks: int, engine_ranks: int) -> list[list[int]]:
-        """Return the common bytes of parameters, [trainer ranks][engine ranks]."""
+        """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
         kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 

@@ -77,7 +77,7 @@ class ComparedRun:
     metrics: RunMetrics
     """Metrics of its steps and stages."""
     start: Start | None = None
-    """Its last start, None without a record."""
+    """Last start of the run, or None if no start is recorded."""
 
     @property
     def explicit(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Curves of a run's metrics: one picture of the main ones, and the values of a page's charts.
+"""Curves of a run's metrics: a picture of the main metrics, and the values for the charts of the report page.
 
 The charts are drawn in the browser, which can show their values and zoom in; see `pages/charts.js`.
 """

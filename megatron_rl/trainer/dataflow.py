@@ -199,7 +199,7 @@ class Run:
         prompt are consecutive and have the same ``group``. The seed depends on the step and on the number of
         earlier calls in the step.
 
-        ``samples``: responses per prompt, None for `batch.samples_per_prompt`.
+        ``samples``: responses per prompt, or None for `batch.samples_per_prompt`.
         ``greedy``: always select the most likely token, without filters.
         """
         training = self._training
@@ -419,8 +419,8 @@ class LearningRole:
             a critic. It returns ``sum(rows.loss_weights * l)`` with losses ``l`` per token, and `Metrics`.
             The weights contain the denominator of the whole mini-batch, so that sums over micro-batches and
             ranks are exact. None for the configured algorithm's loss, or DPO for pairs.
-        ``optimizer_steps``: number of mini-batches, None for `batch.optimizer_steps`.
-        ``epochs``: number of passes over the batch, None for `batch.epochs`.
+        ``optimizer_steps``: number of mini-batches, or None for `batch.optimizer_steps`.
+        ``epochs``: number of passes over the batch, or None for `batch.epochs`.
         """
         objective = loss or self._objective
         if loss is None and isinstance(batch, Pairs):

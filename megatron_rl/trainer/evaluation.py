@@ -77,13 +77,13 @@ class EvaluationResult:
     metrics: Metrics
     """Metrics of the set, named ``eval/NAME/...``."""
     prompts: PromptBatch
-    """One entry per answer."""
+    """Prompt of each answer."""
     rollouts: Rollouts
     """The answers; answers to the same prompt are consecutive."""
     rewards: Tensor
     """Reward of each answer, [B] float32, NaN if it failed."""
     reasons: tuple[str | None, ...]
-    """Reason of each failed reward, None for valid rewards: B entries."""
+    """Reason of each failed reward, or None for valid rewards: B entries."""
     failures: tuple[tuple[str, Failure], ...]
     """Examples of failures on this rank: (name of the reward or evaluator that failed, failure)."""
 

@@ -239,16 +239,16 @@ def _ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memo
     if value is None:
         return None
 
-    before = memory.get("before", [])
-    memory["before"] = [*before, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
-    if len(before) < health.REFERENCE:
+    previous_values = memory.get("before", [])
+    memory["before"] = [*previous_values, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
+    if len(previous_values) < health.REFERENCE:
         return None
-    return _ratio(value, before)
+    return _ratio(value, previous_values)
 
 
-def _ratio(value: float, before: Sequence[float]) -> float | None:
+def _ratio(value: float, earlier_values: Sequence[float]) -> float | None:
     """Return a value divided by the median of earlier values, or None if the median is not positive."""
-    reference = median(before)
+    reference = median(earlier_values)
     return value / reference if reference > 0 else None
 
 

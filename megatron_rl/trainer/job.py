@@ -80,7 +80,7 @@ class Job:
     phases: Phases
     """Current phase and step of this rank."""
     main: bool
-    """Whether this is rank 0, which alone writes the run folder, the console and the trackers."""
+    """Whether this is rank 0, the only rank that writes the run folder, the console and the trackers."""
     stop: Stop
     """State of this rank's stop request."""
     trackers: Trackers | None = None

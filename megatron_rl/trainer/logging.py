@@ -119,7 +119,7 @@ class MetricsLog:
             which will not run again, this prints a warning; unless lines are only missing, it copies the file
             first. None starts a new file and renames an existing one.
         phase: "train", or the name of a stage.
-        console: stream for the lines, None for the standard output.
+        console: stream for the lines, or None for the standard output.
         trackers: experiment trackers, or None.
     """
 

@@ -90,7 +90,7 @@ class StepResult:
 class BatchSource(Protocol):
     """Source of a run's batches: `SameStepBatches`, or `AheadBatches`, which samples in earlier steps.
 
-    ``learners``: ranks that train, None for all ranks.
+    ``learners``: ranks that train, or None for all ranks.
     """
 
     learners: tuple[int, ...] | None
@@ -341,7 +341,7 @@ def _add_served_columns(
 ) -> ScoredBatch:
     """Write a served teacher's outputs into ``columns``, and return the batch without its failed rows.
 
-    ``rows`` are those of its tasks, None for all. Collective over the learners.
+    ``rows`` are those of its tasks, or None for all. Collective over the learners.
     """
     if rows is None:
         rows = list(range(len(batch.rollouts)))

@@ -70,26 +70,26 @@ class MicroBatchControl:
         Returns the metric of the tokens per micro-batch in this step.
         """
         announce_split_passes(self._job, values)
-        before = self._state.budget
-        if before is None:
+        old_budget = self._state.budget
+        if old_budget is None:
             return Metrics()
 
         resident = values.get(RESIDENT_BYTES)
         per_token = values.get(BYTES_PER_TOKEN)
-        budget = before.after_step(resident, per_token, values.get(SPLIT_TOKENS))
+        budget = old_budget.after_step(resident, per_token, values.get(SPLIT_TOKENS))
         self._state.budget = budget
         self._apply()
 
-        if budget.tokens != before.tokens:
+        if budget.tokens != old_budget.tokens:
             reason = "the repeated passes"
             if resident is not None and per_token is not None:
                 reason = f"{resident / _GIB:.1f} GiB and {per_token / 2**20:.2f} MiB a token are in use"
             self._job.say(
                 f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
-                f"{budget.tokens:,} tokens, {before.tokens:,} before: {reason}, of "
+                f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}, of "
                 f"{budget.allowed / _GIB:.1f} GiB"
             )
-        return Metrics.of({"memory/tokens_per_microbatch": before.tokens})
+        return Metrics.of({"memory/tokens_per_microbatch": old_budget.tokens})
 
 
 def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:

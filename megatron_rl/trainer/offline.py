@@ -246,7 +246,7 @@ def export_checkpoint(
         raise requires(
             "--format",
             "peft",
-            "a model that is a language model alone",
+            "a model that is only a language model",
             got=f"the multimodal {config.model.path}, of which PEFT would adapt the vision tower too",
             fix="remove --format, which merges the adapters",
         )

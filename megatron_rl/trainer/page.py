@@ -87,9 +87,9 @@ def sample_browser(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[s
     """Return a list of samples with filters.
 
     Each sample has set, step, prompt, response, truth, reward, components, advantage, length, finish, turns,
-    failure, group, group_size and marks; what it does not have is None, or empty. A turn has role, content,
-    tokens, and calls as texts; a sample with turns is shown turn by turn. ``counts`` has the numbers of
-    ``stored`` and ``shown`` samples by ``set`` and ``step``. Text of a model or a data set is never
-    interpreted as HTML or as a program.
+    failure, group, group_size and marks; absent values are None or empty. A turn has role, content, tokens,
+    and calls as texts; a sample with turns is shown turn by turn. ``counts`` has the numbers of ``stored``
+    and ``shown`` samples by ``set`` and ``step``. Text of a model or a data set is never interpreted as HTML
+    or as a program.
     """
     return _render("samples.html", samples={"rows": rows, "counts": counts})

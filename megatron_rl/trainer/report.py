@@ -211,10 +211,10 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
 
 def revision_text(start: Start) -> str:
     """Return the revisions of the package and of the folder in which a run was started."""
-    own = start.revision or "installed from a package"
+    package_revision = start.revision or "installed from a package"
     if start.working_revision in (None, start.revision):
-        return own
-    return f"{own}; {start.working_revision} of the folder in which it was started"
+        return package_revision
+    return f"{package_revision}; {start.working_revision} of the folder in which it was started"
 
 
 def pairs_text(values: Mapping[str, Any]) -> str:

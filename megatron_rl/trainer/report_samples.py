@@ -79,7 +79,7 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
     for kind, step, path in files:
         try:
             rows, stored = read_samples(kind, step, path, limit, characters)
-        except Exception as error:  # anything that pyarrow, or a row of another form, raises
+        except Exception as error:  # anything that pyarrow, or a row with an unexpected structure, raises
             reason = first_line(error)
             samples.unreadable.append(f"{path.name} is omitted, since it cannot be read: {reason}")
             continue
@@ -92,7 +92,7 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
 def read_samples(
     kind: str, step: int, path: Path, limit: int, characters: int = MAX_TEXT_CHARACTERS
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return at most ``limit`` samples of a file, and the number of samples that it has.
+    """Return at most ``limit`` samples of a file, and the number of samples in the file.
 
     ``characters``: length to which texts are cut.
     """
@@ -107,10 +107,10 @@ def read_samples(
     if "reward" not in table.column_names:
         marks = {row: [] for row in marks}
 
-    # Of the groups, whose sizes are those in the file, the page may have a part.
+    # Count the complete groups, since only a part of a group may be selected.
     sizes = Counter(groups)
 
-    # Texts are read of the selected rows alone.
+    # Only the selected rows are converted to Python: texts are long.
     rows = table.take(list(marks)).to_pylist()
     samples = [
         _sample(row, _set_name(kind), step, row_marks, characters)
@@ -183,7 +183,7 @@ def _numbers(table: Table, name: str) -> list[float | None]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number with six decimals, None for NaN and infinity, which JSON does not have."""
+    """Return a number with six decimals, or None for NaN and infinity, which JSON does not have."""
     if value is None or not math.isfinite(value):
         return None
     return round(value, 6)
@@ -228,7 +228,7 @@ def _sample(
 
 
 def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
-    """Return the turns of a stored conversation, None for a single response."""
+    """Return the turns of a stored conversation, or None for a single response."""
     if conversation is None:
         return None
 

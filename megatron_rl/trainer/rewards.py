@@ -63,14 +63,14 @@ class ScoredBatch:
     """
 
     prompts: PromptBatch
-    """One entry per row: each prompt is repeated for its samples."""
+    """Prompt of each row: a prompt is repeated for its samples."""
     rollouts: Rollouts
     """The sampled rows, ragged over N tokens."""
     scores: Scores
     """Rewards of the rows; also log-probs and values after the step has computed them."""
     reasons: tuple[str | None, ...]
-    """For each of B rows, why it has no reward from scorers: a failure, or a filter (`FILTERED`). None for
-    rows with such a reward."""
+    """B reasons why a row has no reward from scorers: a failure, or a filter (`FILTERED`). None for rows with
+    such a reward."""
     metrics: Metrics = field(default_factory=Metrics)
     """Metrics of sampling and rewards on this rank."""
     failures: tuple[Failure, ...] = ()
@@ -135,7 +135,7 @@ class RowRewards:
     scores: Scores
     """Rewards of the rows, equal on all ranks."""
     reasons: tuple[str | None, ...]
-    """For each row, why it has no reward from scorers; None for rows with such a reward."""
+    """B reasons why a row has no reward from scorers; None for rows with such a reward."""
     metrics: Metrics
     """Metrics of rewards on this rank."""
     failures: tuple[Failure, ...]
@@ -282,7 +282,7 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
     """Return the number of prompts, mean reward and epoch of each source, and the curriculum metrics.
 
-    ``batch`` has the rows of all ranks, None for no metrics. The curriculum metrics are those of
+    ``batch`` has the rows of all ranks, or None for no metrics. The curriculum metrics are those of
     `data.uniform_share`. If `data.train` is a single source, it has no metrics per source.
     """
     metrics = Metrics()

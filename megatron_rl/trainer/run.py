@@ -601,7 +601,7 @@ class Training:
         return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._take_first_sync())
 
     def _take_first_sync(self) -> Metrics:
-        """Return the metrics of the weight sync for the engine check in the first call, later none."""
+        """Return the metrics of the engine check's weight sync in the first call; later calls return none."""
         metrics = self._first_sync
         self._first_sync = Metrics()
         return metrics

@@ -44,7 +44,7 @@ class Start:
     revision: str | None = None
     """Git revision of this package, ``-dirty`` with changes; None if it is not a checkout."""
     working_revision: str | None = None
-    """The same of the folder in which the command was called, None if it is in no checkout."""
+    """Git revision of the checkout in which the command was called, or None outside of a checkout."""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     """Versions of Python and of the distributions on which numbers depend."""
     hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -54,7 +54,7 @@ class Start:
 
     @property
     def moment(self) -> datetime | None:
-        """Return the time, None if it is not valid."""
+        """Return the time, or None if it is not valid."""
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(self.time)
         return None

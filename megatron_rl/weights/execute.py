@@ -49,7 +49,7 @@ class Execution:
 
     ``sources``, ``destinations``: live storages of this rank by name.
     ``staging_bytes``: bound of all send and receive buffers together.
-    ``group``: process group, None for the world; ranks of the plan are global.
+    ``group``: process group, or None for the world; ranks of the plan are global.
     """
 
     def __init__(
@@ -369,9 +369,13 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 # or columns all change it. Integers wrap, so the order of summation does not matter.
 
 _CHUNK_WORDS = 2**18
-"""Words per step on a device with integer matrix products; their products take 1 MiB."""
+"""Number of 4-byte words of a tensor that are summed at a time on hosts, which have integer matrix products.
+
+The copy of such a chunk takes 1 MiB."""
 _WIDE_CHUNK_WORDS = 2**24
-"""Words per step elsewhere: on accelerators, where small kernels are slow to launch. Products take 64 MiB."""
+"""Number of words summed at a time on accelerators, where small kernels are slow to launch.
+
+The products of words and weights take 64 MiB."""
 # The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned ones.
 _SPLITMIX_INCREMENT = -7046029254386353131
 _SPLITMIX_ROUNDS = (

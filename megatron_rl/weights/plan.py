@@ -22,7 +22,9 @@ Pair = tuple[int, int]
 """Global ranks of a sender and a receiver."""
 
 MAX_MESSAGES = 1000
-"""Most messages that a rank should send, or receive, in one transfer: each costs a launch and a wait."""
+"""Largest number of messages that a rank should send, or receive, in one transfer.
+
+Each message costs a launch and a wait."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Schedule:
     slot: int
     """Bytes of the largest message."""
     streams: int
-    """Most pairs that one rank belongs to in one phase."""
+    """Largest number of pairs that one rank belongs to in one phase."""
     own_message_bytes: int
     """Size in bytes from which a region has separate messages; smaller regions share messages."""
     messages: Mapping[Pair, int] = field(repr=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MIN_PART_BYTES = 2**20
-"""Fewest bytes for which a receiver gets one more sender: a smaller part is a message that saves no time."""
+"""Smallest part, in bytes, for which a receiver gets one more sender: a smaller message saves no time."""
 SLACK = 0.02
 """Share of the busiest sender's bytes that a holder may send beyond its even share, to save peers."""
 

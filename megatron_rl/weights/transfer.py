@@ -156,7 +156,7 @@ class Exchange:
     ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
     ``slot``: largest size in bytes of each of the two buffers of a stream, equal on all ranks.
     ``own_message_bytes``: size in bytes from which a region gets separate messages, equal on all ranks.
-    ``group``: process group, None for the world; peers are global ranks.
+    ``group``: process group, or None for the world; peers are global ranks.
     """
 
     def __init__(

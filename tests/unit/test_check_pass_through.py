@@ -107,7 +107,7 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
     ("name", "value", "reason"),
     [
         ("quantization", "fp8", "which quantized tensors do not have"),
-        ("pipeline_parallel_size", 2, "sharded by rollout.tensor alone"),
+        ("pipeline_parallel_size", 2, "sharded only by rollout.tensor"),
         ("data_parallel_size", 2, "make further replicas"),
         ("enable_lora", True, "called `actor.lora.sync` here"),
         ("max_loras", 4, "are the only ones"),
@@ -354,7 +354,7 @@ def test_fields_that_would_make_another_model_are_refused(name: str, value: obje
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor.optimizer.name=sgd", "saves the state of Adam alone"),
+        ("actor.optimizer.name=sgd", "saves only the state of Adam"),
         ("actor.optimizer.megatron={use_precision_aware_optimizer: true}", "Transformer Engine's FusedAdam"),
         ("actor.optimizer.name=muon", "emerging_optimizers"),
         ("critic.optimizer.megatron.adam_beta2=0.9", "`critic.optimizer.beta2` here"),

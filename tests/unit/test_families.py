@@ -238,7 +238,7 @@ def test_a_model_of_an_unknown_family_says_which_keys_nothing_reads(workspace: P
     (workspace / "new/config.json").write_text(json.dumps(config))
     (error,) = refusals(workspace / "new")
     assert "which needs layers of type mamba" in error
-    assert "nothing here reads mamba_d_state\n" in error, error
+    assert "this package does not read mamba_d_state\n" in error, error
 
 
 def test_the_page_of_models_lists_the_table() -> None:

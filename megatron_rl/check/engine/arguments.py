@@ -76,7 +76,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync transfers the actor's tensors only, not the tensors of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
-    "a replica is sharded by rollout.tensor alone, and further rollout ranks make further replicas": """
+    "a replica is sharded only by rollout.tensor, and further rollout ranks make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
         data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
@@ -121,7 +121,7 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for one engine argument, None for a valid one."""
+    """Return the error for one engine argument, or None for a valid one."""
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
@@ -131,7 +131,7 @@ def _argument_error(
         return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
 
     # Features that an engine with weights written in place cannot have.
-    if name in REFUSED and not _is_default(value):
+    if name in REFUSED and not _is_switched_off(value):
         message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
 
@@ -142,8 +142,8 @@ def _argument_error(
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
-def _is_default(value: Any) -> bool:
-    """Return whether a value switches its feature off: null, false, or a size of 0 or 1."""
+def _is_switched_off(value: Any) -> bool:
+    """Return whether a value switches a feature off: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
 
 

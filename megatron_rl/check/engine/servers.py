@@ -237,7 +237,7 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 fix="correct it",
             )
 
-    # A server that is listed twice, also in another spelling, would receive every weight twice.
+    # A server that is listed twice, even in a different spelling, would receive every weight twice.
     distinct = {url.rstrip("/").lower() for url in urls}
     if not urls or len(distinct) < len(urls):
         yield UserError(

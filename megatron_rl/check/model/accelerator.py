@@ -42,9 +42,9 @@ class AppliedDefault:
     """
 
     roles: tuple[str, ...]
-    """Roles that have it; empty for an environment variable, which the whole job has."""
+    """Roles to which the default applies; empty for an environment variable, which applies to the job."""
     row: AcceleratorDefault
-    """Its row in the table of defaults."""
+    """Row in the table of defaults."""
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:

@@ -61,8 +61,8 @@ CHECKPOINT_LAYERS = {
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, None for
-    those of other roles.
+    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, or None
+    for those of other roles.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():
@@ -204,7 +204,7 @@ def _expert_errors(
             "adapters of experts cannot be synced separately from the weights: vLLM has no kernel for them "
             "on hosts, and its GPU kernels store the weights in a different order",
             where=f"{key}.sync",
-            expected="merged, or targets of attention alone",
+            expected="merged, or targets only in attention",
             got=f"adapter, with {targets}",
             fix=f"set {key}.sync=merged",
         )

@@ -44,7 +44,7 @@ _LONGEST_VALUE = 200
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
-    """Return the model of a config.json, None if it cannot be trained; errors are added to ``files``."""
+    """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
         stored = read_json(file)
         family = family_of(stored, str(file))
@@ -75,7 +75,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
 
 
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for values of another type than the field of transformers' configuration class."""
+    """Yield the errors for values whose type differs from the field of transformers' configuration class."""
     # The text model of a multi-modal family has a class with the suffix Text in the family's module.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
@@ -189,7 +189,7 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
         head_size = (hidden_size or 0) // heads
 
     if head_size % 2:
-        yield _error(file, "head_dim", "an even size: rotary angles turn pairs", head_size)
+        yield _error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
@@ -263,7 +263,7 @@ def _rope_value_errors(
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive integer of the config, None for any other value."""
+    """Return a positive integer of the config, or None for any other value."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value

@@ -343,7 +343,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
 
 
 def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
-    """Return the vocabulary size for a checkpoint whose arguments lack it, None if no file has it."""
+    """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
@@ -381,7 +381,7 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def _needs_checkpoint(key: str, value: str) -> UserError:
     """Return the error for a setting that only has an effect together with ``model.megatron``."""
-    fix = "set model.megatron, or name a Hugging Face model in model.path alone"
+    fix = "set model.megatron, or name only a Hugging Face model, in model.path"
     return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 
 

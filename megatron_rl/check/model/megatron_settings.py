@@ -207,7 +207,7 @@ OPTIMIZER_SET: Mapping[str, str] = {
     **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one learning rate"),
     **dict.fromkeys(("timers", "barrier_with_L1_time"), "the step has its own timers"),
     **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), "weights of 8 bits are not synced"),
-    "log_num_zeros_in_grad": "a step reports the norm of its gradients alone",
+    "log_num_zeros_in_grad": "a step reports only the norm of its gradients",
     "optimizer_cuda_graph": "a graph would hold states that are moved to the host between phases",
     "use_layer_wise_distributed_optimizer": "checkpoints follow the distributed optimizer's buffers",
 }
@@ -457,7 +457,7 @@ def check_optimizer(
         yield from _host_optimizer_errors(optimizer, path)
     elif optimizer.name == "sgd" and optimizer.distributed:
         yield UserError(
-            "Megatron-Core's distributed optimizer saves the state of Adam alone",
+            "Megatron-Core's distributed optimizer saves only the state of Adam",
             where=f"{path}.distributed",
             expected="false with name: sgd",
             got="true",
@@ -617,23 +617,23 @@ class TrialRole:
     role: str
     """Name of the role."""
     model: Path
-    """The config.json of its model."""
+    """The config.json of the role's model."""
     layout: ParallelLayout
-    """Its layout."""
+    """The role's layout."""
     scalar_head: bool
     """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
-    """Its ``recompute`` setting."""
+    """The role's ``recompute`` setting."""
     fused: bool
-    """Whether its layers are Transformer Engine's."""
+    """Whether the model's layers are Transformer Engine's."""
     settings_key: str
-    """The key of its Megatron settings, such as ``actor.megatron``."""
+    """Key of the role's Megatron settings, such as ``actor.megatron``."""
     settings: Mapping[str, Any]
-    """Its Megatron settings."""
+    """The role's Megatron settings."""
     optimizer: OptimizerConfig | None
-    """Its optimizer, None for a role that does not learn."""
+    """The role's optimizer, or None for a role that is not trained."""
     ddp: Mapping[str, Any]
-    """Its settings of Megatron's DDP."""
+    """The role's settings of Megatron's DDP."""
 
     def request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.

@@ -40,7 +40,7 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
     """Check the tokenizer of the model at ``path``, which ``key`` names.
 
-    ``vocabulary`` is the number of rows of the model's embedding, None if not available.
+    ``vocabulary`` is the number of rows of the model's embedding, or None if not available.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.record_missing(
@@ -108,13 +108,13 @@ class _EncodedText(NamedTuple):
     tokens: list[str]
     """Texts of the tokens."""
     unknown_token: str | None
-    """The tokenizer's token for unknown text, None if it has none."""
+    """The tokenizer's token for unknown text, or None if it has none."""
     decoded: str
     """Text that the tokens decode to."""
 
 
 def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
-    """Yield the setting, text and tokens of each stop text; none without a tokenizer that can be read."""
+    """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
     if not any(stops.values()):
@@ -168,7 +168,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def token_ids(path: Path) -> dict[str, int]:
-    """Return token text -> id for all tokens in a tokenizer's files; empty if they contain none."""
+    """Return token text -> id for all tokens in a tokenizer's files; empty if the files contain no tokens."""
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
@@ -181,7 +181,7 @@ def token_ids(path: Path) -> dict[str, int]:
 
 
 def vocabulary_of(path: Path) -> int | None:
-    """Return the number of token ids in a tokenizer's files, None if they contain none."""
+    """Return the number of token ids in a tokenizer's files, or None if the files contain no ids."""
     ids = token_ids(path)
     if not ids:
         return None
@@ -189,7 +189,7 @@ def vocabulary_of(path: Path) -> int | None:
 
 
 def _load(path: Path) -> Any:
-    """Load the tokenizer of a folder; None without tokenizer.json or without the library `tokenizers`."""
+    """Load a folder's tokenizer, or return None if tokenizer.json or the library `tokenizers` is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -235,7 +235,7 @@ def _token_ids(
     """Return the id of each token by its text, and the texts of special tokens.
 
     ``tokenizer`` is the content of tokenizer.json, ``vocab_file`` of vocab.json and ``settings`` of
-    tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for content of another form.
+    tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for malformed content.
     """
     # A unigram model lists [token, score] in the order of the ids.
     vocab = tokenizer.get("model", {}).get("vocab") or vocab_file or {}
@@ -360,7 +360,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def folder_renderer(path: Path) -> TemplateRenderer | None:
-    """Return the renderer of a checkpoint's chat templates, None if it has no template."""
+    """Return the renderer of a checkpoint's chat templates, or None if it has no template."""
     templates = chat_templates(path)
     if not templates or not can_render():
         return None

@@ -62,7 +62,7 @@ _CONVERT = (
 """Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a damaged header or index, or one with another JSON structure."""
+"""Exceptions of reading a header or index that is damaged or has an unexpected JSON structure."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape of the tensor."""
     dtype: str
-    """Its dtype in safetensors' spelling, such as ``BF16``."""
+    """Dtype of the tensor in safetensors' spelling, such as ``BF16``."""
     file: Path
-    """The file that contains it."""
+    """File that contains the tensor."""
     begin: int = 0
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size: int = 0
-    """Number of its bytes."""
+    """Number of bytes of the tensor."""
 
 
 def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
@@ -295,7 +295,7 @@ def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[s
     locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
-        # Values are compared for the embedding and the output layer alone, which are stored whole.
+        # Values are compared only for the embedding and the output layer, which are stored in one piece.
         tensor = stored[location.name]
         tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
     return tensors

@@ -75,7 +75,7 @@ class LimitsConfig:
     write: bool = setting(
         False,
         "Allow it to write to the folder that the run is started in, the folder of its code and the folders "
-        "in `read`. Otherwise it has temporary folders in memory alone.",
+        "in `read`. Otherwise it has only temporary folders in memory.",
     )
     environment: tuple[str, ...] = setting(
         (),

@@ -82,7 +82,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a removed response, None if it is dropped."""
+        """Return the reward of a removed response, or None if it is dropped."""
         if self.on_filtered == DROP:
             return None
 

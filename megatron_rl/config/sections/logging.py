@@ -53,7 +53,7 @@ class LoggingConfig:
     # For machines without network.
     offline: bool = setting(
         False,
-        "Write trackers' files below run_dir alone, from which their own commands can upload them later.",
+        "Write trackers' files only below run_dir, from which their own commands can upload them later.",
         also_called={"slime": "wandb_mode"},
         their_values={"wandb_mode": {"offline": True, "online": False}},
     )

@@ -37,7 +37,7 @@ class ModelConfig:
     path: str = required(
         "Directory with config.json, safetensors and tokenizer files, or a name on the Hugging Face Hub such "
         "as hf://Qwen/Qwen2.5-7B-Instruct. With `megatron` the run writes it, "
-        "with config.json and tokenizer alone; the default is then a folder in run_dir.",
+        "with only config.json and tokenizer; the default is then a folder in run_dir.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",
@@ -370,7 +370,7 @@ class LoraConfig:
         "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2. The "
         "last two are those of every MLP; in a mixture of experts also those of shared experts and of each "
         "routed expert, which has its own adapters.",
-        unset="all of these layers that the model has; in a mixture of experts, those of attention alone",
+        unset="all of these layers that the model has; in a mixture of experts, only those of attention",
         also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules", "common": "lora_modules"},
         conversion=dict.fromkeys(
             ("lora_target_modules", "target_modules"),
@@ -384,8 +384,8 @@ class LoraConfig:
     )
     sync: str = setting(
         "merged",
-        "Transfer of each weight sync: the weights with the adapters added into them (merged), or the "
-        "adapters alone, which vLLM applies while it samples (adapter).",
+        "Transfer of each weight sync: the weights with the adapters added into them (merged), or "
+        "only the adapters, which vLLM applies while it samples (adapter).",
         choices=("merged", "adapter"),
     )
 
@@ -563,7 +563,7 @@ class CriticConfig:
     # A new value head is random at first, so advantages computed from it would be noise.
     warmup_steps: int = setting(
         0,
-        "Number of steps at the start of the run that train the critic alone.",
+        "Number of steps at the start of the run that train only the critic.",
         unit="steps",
         at_least=0,
         at_most=MAX_STEPS,

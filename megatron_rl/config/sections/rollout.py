@@ -92,7 +92,7 @@ class EnvironmentConfig:
     tool_parser: str | None = setting(
         None,
         "vLLM's parser of tool calls in a turn, such as `hermes`.",
-        unset="none: turns are text alone",
+        unset="none: turns are only text",
         also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
     limits: LimitsConfig = setting(LimitsConfig(), "Limits of a process of environments.")
@@ -664,7 +664,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     # With `partial` a long response is continued, so its length is observed in the end.
     if rollout.oversample and not rollout.partial:
         yield UserError(
-            "the limits would follow short responses alone: over-sampling discards the long ones",
+            "the limits would follow only short responses: over-sampling discards the long ones",
             where="rollout.max_response_tokens",
             expected="a number or a table with rollout.oversample, or rollout.partial=true",
             got="auto with rollout.oversample and without rollout.partial",
@@ -760,7 +760,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each presence or frequency penalty if a response may span several requests.
 
-    vLLM counts the tokens of the current request alone; earlier turns or rounds are its prompt.
+    vLLM counts only the tokens of the current request; earlier turns or rounds are part of its prompt.
     """
     # Settings with which a response continues in a second request.
     splits = {
@@ -794,7 +794,7 @@ def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
 
 
 def explicit_token_id(text: str) -> int | None:
-    """Return the id of a text such as ``token_id:17``, None for another text.
+    """Return the id in a text such as ``token_id:17``, or None for any other text.
 
     Example:
         >>> explicit_token_id("token_id:17"), explicit_token_id("17")
@@ -835,7 +835,7 @@ def stop_text_error(
     unknown_token: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error for a stop text that no response of the model can contain, None for any other.
+    """Return the error for a stop text that no response of the model can contain, or None for any other.
 
     ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
     ``decoded`` is the text that the tokens decode to.

@@ -47,7 +47,7 @@ _CONVERT = (
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
 _LISTED = 6
-"""Most names, or errors, that are listed."""
+"""Largest number of names, or errors, that are listed."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class MegatronCheckpoint:
         return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the errors of an optimizer state from which Adam cannot resume the training of a model.
+        """Return the reasons why Adam cannot resume from the checkpoint's optimizer state, as errors.
 
-        ``setting`` is the configuration key that requests to resume from it.
+        ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
         available = {*self.states} or {*self.buffers}
         # Flat buffers also need the master weights, which determine the sizes of the buckets.
@@ -120,7 +120,7 @@ class MegatronCheckpoint:
             if not self.states:
                 return self._buffer_errors(shape, setting)
 
-            # Each state has the model's tensors and files, like the weights.
+            # Each state has one tensor per model tensor, in the same file layout as the weights.
             errors = []
             for name in self.states:
                 state = self.state(name)
@@ -130,19 +130,19 @@ class MegatronCheckpoint:
             return errors
 
         # The fix depends on what the checkpoint has instead.
-        got = "no optimizer state, or not of Adam"
+        got = "no optimizer state, or that of an optimizer other than Adam"
         fix = "save it without --no-save-optim"
         if required <= available:
-            got = "moments without a number of steps"
+            got = "Adam's moments without its step count"
         elif self.sharding is not None:
-            state_names = ", ".join(sorted(available)) or "no state of Adam"
+            state_names = ", ".join(sorted(available)) or "no Adam state"
             got = f"{self.sharding}, with {state_names}"
             fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
             UserError(
                 "training cannot resume with the optimizer's state in the Megatron checkpoint",
                 where=setting,
-                expected="Adam's moments for each tensor: of the distributed optimizer "
+                expected="Adam's moments for each tensor; from the distributed optimizer, in the format "
                 "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
                 fix=f"{fix}; or remove {setting}: the optimizer starts from zero",

@@ -1,4 +1,4 @@
-"""Softmax attention on packed rows: Megatron's own, with what its settings do not express."""
+"""Softmax attention on packed rows: Megatron's own, with the features that its settings cannot express."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.megatron.blocks.builder import BlockBuilder
 from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group, prepare_local_rotation
-from megatron_rl.megatron.norms import prepare_whole_norms
+from megatron_rl.megatron.norms import replace_query_key_norms
 from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -32,7 +32,7 @@ class AttentionBuilder(BlockBuilder[Attention]):
                 bind_tensor_group(layer.self_attention)
 
         if shape.whole_qk_norm:
-            prepare_whole_norms(layers)
+            replace_query_key_norms(layers)
         # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
         if "full_attention" in spec.hf_config.rope_parameters:
             prepare_local_rotation(layers, shape.sliding_layers, spec.local_rotary_factor)

@@ -39,4 +39,4 @@ class BlockBuilder(Generic[Kind]):
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Modify the built layers with this block in ways that Megatron's settings cannot express."""
+        """Modify the built layers that have this block where Megatron's settings cannot express a feature."""

@@ -31,7 +31,7 @@ MAX_SPEEDUP = 4.0
 MAX_SLOWDOWN = 50.0
 """Largest plausible ratio of measured to predicted seconds, if the run used the GPU of the prediction."""
 LISTED_METRICS = 10
-"""Most metrics that an error lists."""
+"""Largest number of metrics that an error lists."""
 _DEFAULT_GPU = "h100"
 _REST = "rest"
 """Key of the seconds of a step that belong to no phase."""

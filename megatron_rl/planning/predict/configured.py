@@ -100,7 +100,7 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    baseline = _configured("the given layout", (), report, constants, ())
+    baseline = _configured_plan("the given layout", (), report, constants, ())
 
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
@@ -111,7 +111,7 @@ def plan_configuration(
         if candidate.errors:
             rejected.append(f"{plan.name}: {candidate.errors[0].message}")
             continue
-        candidates.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
+        candidates.append(_configured_plan(plan.name, changes, candidate, constants, plan.reasons))
     candidates.sort(key=lambda entry: entry.step.total)
     return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
 
@@ -234,14 +234,14 @@ def _text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _configured(
+def _configured_plan(
     name: str,
     overrides: Sequence[str],
     report: CheckReport,
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Return a layout with its predicted step and its bytes across nodes."""
+    """Return the plan of a checked configuration: its predicted step, and its bytes across nodes by cause."""
     config = report.config
     layouts = report.layouts or {}
     assert report.shape is not None and report.sync is not None

@@ -44,7 +44,7 @@ class RolloutLayout:
     replicas: int = 1
     """Number of data-parallel replicas of the engine."""
     max_sequences: int | None = None
-    """Most sequences that a replica decodes at the same time, or None for the engine's default."""
+    """Largest number of sequences that a replica decodes at a time, or None for the engine's default."""
     memory_fraction: float = 0.6
     """Fraction of a GPU's memory that the engine reserves."""
     engine: str = "current"
@@ -170,7 +170,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
 
     # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
-    flop_rate = gpu.rate_at(machine.precision, decode.gemm)
+    flop_rate = gpu.achieved_flops(machine.precision, decode.gemm)
 
     # Routing is uniform on average.
     hit = 0.0
@@ -207,7 +207,7 @@ def prefill_seconds(
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         token_flops += expert_flops * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
 
-    rate = machine.gpu.rate_at(machine.precision, machine.constants.decode.prefill_gemm)
+    rate = machine.gpu.achieved_flops(machine.precision, machine.constants.decode.prefill_gemm)
     return tokens * token_flops / (rollout.gpus * rate)
 
 

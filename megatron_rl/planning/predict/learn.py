@@ -278,7 +278,7 @@ def layer_seconds(
         experts = tokens * expert_flops / model.layers / layout.tensor / rate
 
     # Attention.
-    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.relative_efficiency)
     attention_flops = tokens * model.attention_flops(context)
     attention = attention_flops / model.layers / layout.tensor / attention_rate
 
@@ -372,7 +372,7 @@ class RoleMemory:
     fullest: TrainingMemory
     """Parts of the memory on the GPU with the highest peak, while the role works."""
     states: float
-    """Most bytes of weights, gradients and optimizer states on any GPU, which remain while it is idle."""
+    """Largest weights, gradients and optimizer states of any GPU, in bytes, also while the role is idle."""
 
     @property
     def total(self) -> float:

@@ -115,7 +115,7 @@ class Problem:
     memory_fraction: float | None = None
     """Largest fraction of a GPU's memory for the engine, or None for 0.9."""
     max_sequences: int | None = None
-    """Most sequences that a replica decodes at the same time, or None for the engine's default."""
+    """Largest number of sequences that a replica decodes at a time, or None for the engine's default."""
     rollout_tensor: int | None = None
     """Tensor-parallel size of the engine, or None for any size."""
     roles_swap: bool = False

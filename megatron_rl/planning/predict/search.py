@@ -38,7 +38,7 @@ MAX_PIPELINE = 64
 _MAX_EXPERT = 256
 """Largest expert-parallel size to try."""
 _MIN_CONTEXT_TOKENS = 4096
-"""Fewest tokens of the longest row per context-parallel rank."""
+"""Smallest number of tokens of the longest row per context-parallel rank."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class RoleSeconds:
     learn: float = 0.0
     """Seconds of the optimizer steps."""
     reload_seconds: float = 0.0
-    """Seconds to load the states from host memory and to store them there, for each phase of the role."""
+    """Seconds to load offloaded states from host memory and store them again, in each phase of the role."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,11 @@ def compose_step(
     fixed: float,
     ahead: bool = False,
 ) -> Step:
-    """Combine the roles' times into a step, in which each phase takes as long as on its busiest rank."""
+    """Combine the roles' times into a step: each phase takes as long as on its busiest rank.
+
+    ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` those outside of all phases;
+    ``ahead`` as in `Step`.
+    """
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
     rank_seconds: dict[str, dict[int, float]] = {
         "reward": defaultdict(float),
@@ -105,7 +109,7 @@ def compose_step(
     for work in roles:
         forward_phase = spec_of(work.role).phase
         for rank in work.ranks:
-            # States are loaded and stored in each phase in which the role works.
+            # A role's offloaded states are loaded and stored again in each phase in which it works.
             if work.forward:
                 rank_seconds[forward_phase][rank] += work.forward + work.reload_seconds
             if work.learn:

@@ -38,13 +38,13 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulated rank with the estimate of its memory, both for the layers of the simulation.
+    """Result of a rank's simulation, and the estimate of its memory for the same layers.
 
     Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
     """
 
     rank: SimulatedRank
-    """Counts of the simulation."""
+    """Memory, messages and micro-batches that the simulation has counted on the rank."""
     estimate: RankMemory
     """Memory that `check` estimates for the rank."""
 

@@ -259,11 +259,11 @@ def _full_rows(
 @contextmanager
 def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
     """Add the micro-batches of the block to the count of a phase."""
-    before = progress_count("micro-batches")
+    first_count = progress_count("micro-batches")
     yield
     if role.model is not None:
         # Each virtual stage counts every micro-batch.
-        passes = progress_count("micro-batches") - before
+        passes = progress_count("micro-batches") - first_count
         simulation.phases[phase].microbatches += passes // len(role.model.wrapped)
 
 

@@ -149,7 +149,7 @@ class Mixer(ABC):
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Return the reason why Megatron's linear layer ``target`` cannot have an adapter, None if it can."""
+        """Return why Megatron's linear layer ``target`` cannot have an adapter, or None if it can."""
         return None
 
 

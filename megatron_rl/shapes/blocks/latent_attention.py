@@ -64,7 +64,7 @@ class LatentAttention(Mixer):
             core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
             return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
-        # Queries, keys, values and output, and one float32 number; or the inputs alone.
+        # Queries, keys, values and output, and one float32 number; or only the inputs.
         core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
             core = heads * (2 * shape.qk_dim + shape.v_head_dim)

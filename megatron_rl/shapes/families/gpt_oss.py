@@ -25,7 +25,7 @@ def _structure(reader: ConfigReader) -> Fields:
 
     rope = rope_parameters(reader.config)
     if rope.get("rope_type") != "yarn":
-        reader.refuse("vLLM computes this model with YaRN alone", "rope_parameters", '"rope_type": "yarn"')
+        reader.refuse("vLLM computes this model only with YaRN", "rope_parameters", '"rope_type": "yarn"')
 
     # vLLM has the window in every other layer, the first one among them.
     layers = reader.size("num_hidden_layers")

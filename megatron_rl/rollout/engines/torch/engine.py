@@ -227,7 +227,7 @@ class TorchEngine:
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:
-        """Drop every open request: none has a token, since `step` completes each request that it starts."""
+        """Drop all queued requests and return no completions: `step` never leaves a request half sampled."""
         self._open.clear()
         return []
 
@@ -274,7 +274,7 @@ class TorchEngine:
         return boxes
 
     def finish_update(self, version: int) -> None:
-        """Set the version of the weights; no cache outlives a step."""
+        """Set the version of the weights. There is no cache to invalidate: none survives a step."""
         self.weights_version = version
 
     def sleep(self) -> None:
@@ -295,7 +295,7 @@ def _checkpoint_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
 
-    ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
+    ``interleaved``: whether expert weights are transposed and gate and up columns alternate, as in gpt-oss.
     """
     if interleaved:
         for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():

@@ -48,7 +48,7 @@ class _OpenRequest:
     """vLLM's sampling parameters of it, which may hold a record of its experts."""
 
     support: replay.Support | None
-    """Record of the support of its draws, None if vLLM reports it or nothing is filtered."""
+    """Record of the support of its draws, or None if vLLM reports it or nothing is filtered."""
 
     current: GenerationRequest
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
@@ -88,12 +88,12 @@ class VllmEngine:
     """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
 
     ``model_path`` is a Hugging Face folder. ``config.vllm`` passes through to vLLM's engine arguments.
-    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` of
-    the checkpoint's tensors are read from its headers unless given.
+    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` are
+    the shapes of the checkpoint's tensors; None reads them from the files' headers.
 
-    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 keeps them
-    in host memory. ``records`` are (layers, experts per token) of a model whose `Completion.experts` are
-    needed. ``adapters`` describes an adapter with storage of its own, which every request uses. The base
+    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 moves them
+    to host memory. ``records`` requests `Completion.experts`: the (layers, experts per token) of the model,
+    or None. ``adapters`` describes an adapter with separate storage, which every request uses. The base
     weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls

@@ -125,7 +125,7 @@ def _truncating_request(
     _: Any,
     tokens: list[int],
 ) -> tuple[SamplingParameters, Support, list[int]] | None:
-    """Return the processor's entry for a new request, None if there is no support record.
+    """Return the processor's entry for a new request, or None if there is no support record.
 
     vLLM appends to ``tokens`` as it samples, so its length is the number of tokens sampled so far.
     """

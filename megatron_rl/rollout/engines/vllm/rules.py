@@ -74,7 +74,7 @@ def _request_tokens(
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return the processor's entry for a new request, None if there are no rules.
+    """Return the processor's entry for a new request, or None if there are no rules.
 
     vLLM appends to ``output`` as it samples.
     """
