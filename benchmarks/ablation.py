@@ -247,6 +247,15 @@ class Campaign:
                 )
             return
 
+        # An unfinished run resumes, which must not happen with another command.
+        started = run.with_name(f"{run.name}.command")
+        if run.exists() and started.is_file() and started.read_text(encoding="utf-8") != command:
+            raise ChildFailed(
+                f"{run} was begun by another command; expected: {command}; "
+                f"got: {started.read_text(encoding='utf-8')}; fix: remove {run}, or choose another --folder"
+            )
+        write_text(started, command)
+
         say("ablation", f"{run.name} …")
         seconds = torchrun(words, self.ranks, 1, self.folder / f"{run.name}.log", TIMEOUT)
         content = {

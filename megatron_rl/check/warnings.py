@@ -13,7 +13,7 @@ from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
-from megatron_rl.config.roles import MODEL_ROLES, learner_sections
+from megatron_rl.config.roles import MODEL_ROLES, learner_sections, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
@@ -82,6 +82,7 @@ def check_warnings(
     if algorithm is not None:
         warnings += _unneeded_role_warnings(config, algorithm)
         warnings += _unused_server_warnings(config, algorithm)
+        warnings += _task_teacher_warnings(config, algorithm)
     warnings += untried_settings(config)
     return warnings
 
@@ -268,21 +269,26 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about waits for rewards that are long enough for the hang detector to stop the job."""
+    """Yield warnings about waits for code and servers so long that the hang detector stops the job."""
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
 
-    # Longest wait for each source of rewards, in seconds.
+    # Longest wait for each function and server, in seconds.
     if reward.function is not None:
         seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
         seconds_by_key["reward.code.timeout"] = reward.code.timeout
-    for name, server in (("http", reward.http), ("judge", reward.judge)):
+    servers = {
+        "reward.http": reward.http,
+        "reward.judge": reward.judge,
+        "teacher_server": config.teacher_server,
+    }
+    for section, server in servers.items():
         if server is not None:
-            seconds_by_key[f"reward.{name}.timeout"] = server.timeout
-            seconds_by_key[f"reward.{name}.longest_wait"] = server.longest_wait
+            seconds_by_key[f"{section}.timeout"] = server.timeout
+            seconds_by_key[f"{section}.longest_wait"] = server.longest_wait
             if server.rate is not None:
-                seconds_by_key[f"reward.{name}.rate"] = 1 / server.rate
+                seconds_by_key[f"{section}.rate"] = 1 / server.rate
 
     # A request rate is also a wait, which is shortened by raising the rate.
     for path, seconds in seconds_by_key.items():
@@ -369,6 +375,19 @@ def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
             where="teacher_server",
             got=f"algorithm {config.algorithm.name} without a distillation",
             fix="remove `teacher_server`, or set algorithm.distillation=reverse_kl",
+        )
+
+
+def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning for teachers of tasks without a teacher of all other tasks."""
+    has_other_teacher = config.teacher is not None or config.teacher_server is not None
+    if config.teachers and algorithm.needs_teacher and not has_other_teacher:
+        yield UserError(
+            "a response of a task without a teacher ends the run",
+            where="teachers",
+            expected="a teacher for each task of the data",
+            got=f"only teachers for {', '.join(sorted(teacher_of_task(config)))}",
+            fix="set teacher.path for all other tasks, if there are any",
         )
 
 

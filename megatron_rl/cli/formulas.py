@@ -28,6 +28,19 @@ FORMULAS: dict[str, str] = {
     "A_i = R_i - sum_j l_j R_j / sum_j l_j": r"A_i = R_i - \frac{\sum_j l_j R_j}{\sum_j l_j}",
     "A = R": r"A = R",
     "A_t = G_t - b": r"A_t = G_t - b",
+    "A = G": r"A = G",
+    "A_t = G_t - B_t": r"A_t = G_t - B_t",
+    "B_t = sum_i W_t^i G_t^i / sum_i W_t^i": r"B_t = \frac{\sum_i W_t^i G_t^i}{\sum_i W_t^i}",
+    "W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)": (
+        r"W_t = \sum_{j \le t} \left( 1 - 2 p_j + \sum_v p_j(v)^2 \right)"
+    ),
+    # Divergences of a teacher P and the policy Q.
+    "sum P log(P / Q)": r"\sum P \log \frac{P}{Q}",
+    "sum Q log(Q / P)": r"\sum Q \log \frac{Q}{P}",
+    "beta sum P log(P / M) + (1 - beta) sum Q log(Q / M)": (
+        r"\beta \sum P \log \frac{P}{M} + (1 - \beta) \sum Q \log \frac{Q}{M}"
+    ),
+    "M = beta P + (1 - beta) Q": r"M = \beta P + (1 - \beta) Q",
     "A_i = R_i - mean_(j != i) R_j = n / (n - 1) (R_i - mean_g)": (
         r"A_i = R_i - \frac{1}{n - 1} \sum_{j \neq i} R_j = \frac{n}{n - 1} (R_i - \mu_g)"
     ),

@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -143,15 +143,23 @@ class Server:
         self._probing = False
         """Whether a request is in flight that tests whether the server is available again."""
 
-    def post(self, bodies: Sequence[Any]) -> list[Reply]:
-        """Post each of the ``bodies`` as JSON and return the replies in the same order."""
+    def post(
+        self,
+        bodies: Sequence[Any],
+        convert: Callable[[int, Reply], Any] = lambda _, reply: reply,
+    ) -> list[Any]:
+        """Post each of the ``bodies`` as JSON and return the replies in the same order.
+
+        ``convert`` gets the index and the reply of a request as soon as it arrives, and returns what is kept
+        of it: all replies of a step may be too large for the host's memory.
+        """
         self.counts = Counter()
         if not bodies:
             return []
         with closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(self._post_all(bodies))
+            return loop.run_until_complete(self._post_all(bodies, convert))
 
-    async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
+    async def _post_all(self, bodies: Sequence[Any], convert: Callable[[int, Reply], Any]) -> list[Any]:
         """Post all bodies, at most ``concurrency`` of them in flight."""
         slots = asyncio.Semaphore(self.config.concurrency)
         async with aiohttp.ClientSession(
@@ -163,11 +171,12 @@ class Server:
             auto_decompress=False,
         ) as session:
 
-            async def post(body: Any) -> Reply:
+            async def post(index: int, body: Any) -> Any:
                 async with slots:
-                    return await self._with_retries(session, json.dumps(body, default=str).encode())
+                    reply = await self._with_retries(session, json.dumps(body, default=str).encode())
+                    return convert(index, reply)
 
-            return list(await asyncio.gather(*map(post, bodies)))
+            return list(await asyncio.gather(*(post(index, body) for index, body in enumerate(bodies))))
 
     async def _with_retries(
         self,

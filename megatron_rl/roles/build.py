@@ -338,7 +338,7 @@ def build_model_role(
     ``actor``: actor to share weights with, if the table allows it and both start from the same weights. The
         role then uses the actor's model with the actor's adapters disabled, or the actor's base weights under
         its own adapters. None to share nothing.
-    ``top_tokens``: request for the most likely tokens of each distribution, or None.
+    ``top_tokens``: number of most likely tokens that it returns for each token, or 0 for none.
 
     Collective over the world.
     """

@@ -93,23 +93,26 @@ class ServedTeacher:
         """Request and read the log-probs of all rows."""
         rows = [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)]
         masks = split_rows(rollouts.response_mask, rollouts.lengths)
-        replies = self._server.post([self._body(row) for row in rows])
-
-        columns: list[_RowColumns] = []
         failures: list[Failure] = []
-        for number, (tokens, mask, reply) in enumerate(zip(rows, masks, replies, strict=True)):
+
+        def read_row(number: int, reply: Reply) -> _RowColumns:
+            tokens = rows[number]
             row_columns = _RowColumns(len(tokens), self.top_tokens)
             reason = reply.reason
             message = reply.message
             if reason is None:
-                problem = row_columns.read(reply, tokens, mask)
+                problem = row_columns.read(reply, tokens, masks[number])
                 if problem is not None:
                     reason = NONSENSE
                     message = problem
             if reason is not None:
                 row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)
                 failures.append(Failure(number, reason, f"{self.config.url}: {message}"))
-            columns.append(row_columns)
+            return row_columns
+
+        columns = self._server.post([self._body(row) for row in rows], read_row)
+        # Replies arrive in any order.
+        failures.sort(key=lambda failure: failure.row)
 
         metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(rows))
         for name in (REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN):
@@ -163,7 +166,7 @@ class _RowColumns:
                 # No distribution precedes the first token of a row.
                 if position:
                     self._read_token(position, tokens[position], entries[position])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             return f"no prompt_logprobs in {reply.value!r:.200} ({error!r:.80})"
         return None
 
@@ -175,7 +178,8 @@ class _RowColumns:
     ) -> None:
         """Fill in the log-probs of one position; raise ValueError for a number that is not a log-prob."""
         log_probs = {int(text): float(entry["logprob"]) for text, entry in entries.items()}
-        if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs.values()):
+        # The columns are int32 and float32: other numbers of an untrusted server must not reach them.
+        if min(log_probs) < 0 or not all(BANNED <= value <= 1e-3 for value in log_probs.values()):
             raise ValueError(f"log-probs {log_probs}")
         self.tensors["teacher_log_probs"][position] = log_probs[token]
         if self._top_tokens is None:

@@ -243,7 +243,7 @@ def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
                 values = smoothed(values)
             for step, value in zip(steps, values, strict=True):
                 values_at.setdefault(step, []).append(value)
-            if len(runs) > 1:
+            if steps and len(runs) > 1:
                 curves.append(_curve("", colour, steps, values, thin=True))
 
         steps = sorted(values_at)

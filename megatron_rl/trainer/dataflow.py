@@ -239,6 +239,7 @@ class Run:
         actor's log-probs differ from the engine's by more than `mismatch.stop`.
         """
         training = self._training
+        had_valid_rows = bool(scores.valid.any())
         batch = ScoredBatch(_no_prompts(), rollouts, scores, ())
         with training.phases("score"):
             batch = compute_log_probs(
@@ -250,6 +251,20 @@ class Run:
                 actor_scores=True,
             )
         scores = batch.scores
+        self._local_metrics += batch.metrics
+
+        # Only a teacher's server makes rows invalid here.
+        if had_valid_rows and not bool(scores.valid.any()):
+            message = "failures on the rank that sends the requests"
+            if batch.failures:
+                message = batch.failures[0].message
+            raise UserError(
+                "the teacher's server returned no log-probs",
+                where="teacher_server.url",
+                expected="log-probs of the step's rows",
+                got=message,
+                fix="start the server again, and resume the run",
+            )
 
         version = training.roles.hybrid_engine.version
         valid = valid_rows(rollouts, scores, self.algorithm)
@@ -284,7 +299,13 @@ class Run:
         mask = rollouts.response_mask & ~advantages.isnan()
         batch = replace(train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
         if scores is not None:
-            batch = replace(batch, old_log_probs=scores.old_log_probs, ref_log_probs=scores.ref_log_probs)
+            batch = replace(
+                batch,
+                old_log_probs=scores.old_log_probs,
+                ref_log_probs=scores.ref_log_probs,
+                teacher_top_ids=scores.teacher_top_ids,
+                teacher_top_log_probs=scores.teacher_top_log_probs,
+            )
         return batch
 
     def pairs(
@@ -423,6 +444,9 @@ class LearningRole:
         ``epochs``: number of passes over the batch, or None for `batch.epochs`.
         """
         objective = loss or self._objective
+        if loss is not None and isinstance(batch, TrainBatch):
+            # Only the configured loss reads the log-probs of a teacher's tokens.
+            batch = replace(batch, teacher_top_ids=None, teacher_top_log_probs=None)
         if loss is None and isinstance(batch, Pairs):
             objective = partial(preference_objective, PreferenceSettings())
         self._run._update(self._role, batch, objective, optimizer_steps, epochs)
@@ -441,6 +465,8 @@ def _reject_unsupported(config: RunConfig) -> None:
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
         "rollout.filters.refill": config.rollout.filters.refill,
+        # A script computes log-probs of rows without their prompts, which have the tasks.
+        "teachers": config.teachers,
         # Automatic limits need response lengths, which only `RolloutSource` of ``train`` records.
         "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }

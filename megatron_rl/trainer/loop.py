@@ -300,7 +300,7 @@ def _rows_by_teacher(
             where="teachers",
             expected=f"{len(batch.rollouts)} prompts",
             got=f"{len(batch.prompts)}",
-            fix="score rows with their prompts, or use one `teacher`",
+            fix="use one `teacher` for all tasks",
         )
 
     rows: dict[str, list[int]] = {section_of(name): [] for name in names}

@@ -70,6 +70,12 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
             files.append((kind, int(step), path))
     files.sort()
 
+    # Each file has `MIN_SAMPLES_OF_A_STEP` at least: of more files than the page has room for, take every
+    # stride-th of a kind, and the last.
+    stride = max(1, -(-len(files) * MIN_SAMPLES_OF_A_STEP // SAMPLES))
+    kinds = dict.fromkeys(kind for kind, _, _ in files)
+    files = [file for kind in kinds for file in [f for f in files if f[0] == kind][::-stride][::-1]]
+
     # The more files, the fewer samples of each, and the shorter their texts.
     limit = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
     characters = _PAGE_CHARACTERS // max(1, 2 * limit * len(files))
@@ -100,7 +106,11 @@ def read_samples(
 
     require_file(path)
     table = pyarrow.parquet.read_table(path)
-    rewards = _numbers(table, "reward")
+    # A row that was not trained on can have a reward, such as one without log-probs of a teacher's server.
+    rewards = [
+        None if is_valid is False else reward
+        for reward, is_valid in zip(_numbers(table, "reward"), _column(table, "valid"), strict=True)
+    ]
     lengths = _numbers(table, "length")
     groups = _column(table, "group")
     marks = select_rows(rewards, lengths, groups, limit, spread=kind == "step")
@@ -215,7 +225,7 @@ def _sample(
         "prompt": _cut(row.get("prompt"), characters),
         "response": _cut(row.get("response"), characters),
         "truth": _cut_optional(row.get("ground_truth"), characters),
-        "reward": _finite(row.get("reward")),
+        "reward": None if row.get("valid") is False else _finite(row.get("reward")),
         "components": components,
         "advantage": _finite(row.get("advantage")),
         "length": row.get("length"),

@@ -101,6 +101,8 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
     Example:
         >>> command_text(["/x/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
         'python -m megatron_rl train a.yaml reward.arguments.api_key=(hidden)'
+        >>> command_text(["train.py", "--api-key", "k", "a.yaml"], {})
+        'python train.py --api-key (hidden) a.yaml'
     """
     program = Path(arguments[0])
     if program.name == "__main__.py":
@@ -117,7 +119,13 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
         if nodes != "1":
             launcher += ["--nnodes", nodes]
 
-    return " ".join([*launcher, *map(shlex.quote, target), *map(_quoted, arguments[1:])])
+    words: list[str] = []
+    hides_next = False
+    for argument in arguments[1:]:
+        # A script's own option can have its secret in the next argument: `--api-key k`.
+        words.append(HIDDEN if hides_next and not argument.startswith("-") else _quoted(argument))
+        hides_next = argument.startswith("-") and "=" not in argument and is_secret(argument)
+    return " ".join([*launcher, *map(shlex.quote, target), *words])
 
 
 def _quoted(argument: str) -> str:

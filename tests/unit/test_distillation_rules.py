@@ -89,7 +89,7 @@ def test_each_task_has_one_teacher_with_a_model(workspace: Path) -> None:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (workspace / "other/tokenizer.json").write_text(json.dumps(text))
     (error,) = errors(*alone, "teachers.code.path=other")
-    assert "another tokenizer" in error and "teachers.code.path" in error
+    assert "different tokenizers" in error and "teachers.code.path" in error
 
 
 def test_tasks_have_the_teacher_that_names_them(workspace: Path) -> None:

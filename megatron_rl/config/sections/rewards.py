@@ -81,7 +81,7 @@ class RewardLimitsConfig(LimitsConfig):
 class ServerConfig:
     """Server that computes something for each sample, and the limits of requests to it.
 
-    The first rank of the job sends all requests, so that the limits apply to the complete job.
+    One rank of the job sends all requests, so that the limits apply to the complete job.
     """
 
     url: str = required(
@@ -128,7 +128,7 @@ class ServerConfig:
 class RewardServerConfig(ServerConfig):
     """Server that computes rewards, and the limits of requests to it.
 
-    The first rank of the job sends all requests, so that their numbers hold for the complete job.
+    The first rank of the job sends all requests, so that the limits apply to the complete job.
     """
 
     weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)

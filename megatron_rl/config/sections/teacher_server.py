@@ -14,8 +14,8 @@ class TeacherServerConfig(ServerConfig):
     """Teacher behind a vLLM server, which computes log-probs of complete rows (`prompt_logprobs`).
 
     The first rank that learns sends the token ids of each row. A row whose request fails is invalid, as one
-    whose reward fails. The server needs the actor's tokenizer, and `--max-logprobs` of at least
-    `algorithm.distillation.k`.
+    whose reward fails. The server needs the actor's tokenizer, `--max-model-len` of at least the longest row
+    and one token, and `--max-logprobs` of at least `algorithm.distillation.k`.
     """
 
     url: str = required("Address of the server's API, without /completions.", example="http://host:8000/v1")

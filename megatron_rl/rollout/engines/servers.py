@@ -402,9 +402,10 @@ class Lease:
     def _renew(self) -> None:
         """Renew the lease until it is closed: the main function of the thread."""
         while not self._closed.wait(RENEW_SECONDS):
-            self._claim_all(LEASE_SECONDS)
+            self._set_leases(LEASE_SECONDS)
 
-    def _claim_all(self, seconds: float) -> None:
+    def _set_leases(self, seconds: float) -> None:
+        """Set the remaining time of the lease of every server that can be reached."""
         for server in self._servers:
             # A lost server is detected by its next request to sample.
             with suppress(ServerError, KeyError, ValueError):
@@ -419,4 +420,4 @@ class Lease:
         self._thread.join()
 
         # A lease of zero seconds releases the server.
-        self._claim_all(0.0)
+        self._set_leases(0.0)

@@ -10,7 +10,8 @@ const HEADROOM = 0.08; // share of the axis above and below the curves
 const DRAG = 8; // shortest drag that zooms, in pixels
 const axes = new Map();
 for (const chart of charts) {
-  const steps = chart.curves.flatMap(curve => [curve.steps[0], curve.steps.at(-1)]);
+  const steps = chart.curves.filter(curve => curve.steps.length)
+    .flatMap(curve => [curve.steps[0], curve.steps.at(-1)]);
   const all = axes.get(chart.axis)?.all ?? [Infinity, -Infinity];
   axes.set(chart.axis, {all: [Math.min(all[0], ...steps), Math.max(all[1], ...steps)], range: null});
 }
