@@ -192,7 +192,7 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
         ("qwen2", {"targets": ("linear_qkv",)}, {"target_modules": ["o_proj"]}, "also adapts other layers"),
         ("qwen2", {}, {"use_dora": True}, "uses PEFT's use_dora"),
         ("qwen2", {}, {"alpha_pattern": {"q_proj": 4}}, "uses PEFT's alpha_pattern"),
-        ("qwen3-moe", {"targets": MLP, "sync": "adapter"}, {}, "experts cannot be synced apart"),
+        ("qwen3-moe", {"targets": MLP, "sync": "adapter"}, {}, "experts cannot be synced separately"),
         ("qwen2", {}, {"target_parameters": ["mlp.experts.gate_up_proj"]}, "uses PEFT's target_parameters"),
         ("deepseek-v3", {"targets": ("linear_qkv",)}, {}, "latent attention has no such layer"),
     ],
