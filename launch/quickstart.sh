@@ -26,6 +26,8 @@ if ! report="$(.venv/bin/python -m megatron_rl check configs/quickstart.yaml --w
 fi
 # Rendezvous in a file and a store of rank 0 on localhost: torchrun's own store listens on every interface.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# The file is named, since torchrun warns of a choice that nobody made without it.
+rendezvous="$(mktemp)"
 exec .venv/bin/python -m torch.distributed.run --rdzv-backend c10d --rdzv-conf store_type=file \
-    --local-addr localhost --nproc-per-node 4 \
+    --rdzv-endpoint "$rendezvous" --local-addr localhost --nproc-per-node 4 \
     -m megatron_rl train configs/quickstart.yaml "$@"

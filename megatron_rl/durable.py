@@ -28,14 +28,14 @@ REPLACED = ".old"
 # Suffix of a folder that is being deleted, and so may be incomplete.
 DOOMED = ".removed"
 
-# Bytes of a block that is read and hashed, and number of files that are hashed in parallel.
+# Bytes that are read and hashed at a time, and number of files that are hashed in parallel.
 _READ_BYTES = 2**24
 _READERS = 2
 
 # Required free space per byte to be written: file systems round sizes up and store metadata.
 _HEADROOM = 1.05
 
-# Length at which an error cuts a path, in characters.
+# Longest path that an error shows in full, in characters.
 _PATH_CHARACTERS = 200
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -103,9 +103,9 @@ def files_below(folder: Path) -> list[str]:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Flush files to the disk and return ``size:sha256`` of each; raise OSError.
+    """Flush the files ``names`` of a folder to the disk; return name -> ``size:sha256``. Raises OSError.
 
-    Two files are read at once.
+    `_READERS` files are read in parallel.
     """
     paths = {name: folder / name for name in names}
     with ThreadPoolExecutor(_READERS) as readers:
@@ -129,6 +129,7 @@ class RunningDigest:
 
 
 def _digest(path: Path) -> str:
+    """Flush a file to the disk, and return ``size:sha256`` of its content."""
     digest = RunningDigest()
     require_file(path)
 
@@ -158,7 +159,10 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path, computed: Mapping[str, str] | None = None) -> None:
-    """Write the digests of all files of a finished folder; ``computed`` has those available already."""
+    """Write the digests of all files of a finished folder.
+
+    ``computed`` maps file names to digests that need not be computed again.
+    """
     all_digests = dict(computed or {})
     remaining = [name for name in files_below(folder) if name not in all_digests]
     all_digests |= digests(folder, remaining)
@@ -187,9 +191,9 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
 
 def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return a line for each damaged file among ``names``, beginning with the name.
+    """Compare the files ``names`` with their digests; return a line of text for each damaged file.
 
-    ``file_digests`` are the result of `read_digests`.
+    A line begins with the file's name. ``file_digests`` is the result of `read_digests`.
     """
     lines = []
     for name in names:
@@ -209,7 +213,7 @@ def _damage(path: Path, digest: str) -> str | None:
             return f"has {size} bytes instead of {written_size}"
 
         if _digest(path) != digest:
-            return "has other content than was written"
+            return "has different content than when it was written"
         return None
     except FileNotFoundError:
         return "is missing"
@@ -244,12 +248,12 @@ def publish(finished: Path, final: Path) -> None:
 
 
 def replaced_name(path: Path) -> Path:
-    """Return the name of a folder while `publish` replaces it."""
+    """Return the name of the old folder, ``NAME.old``, while `publish` replaces the folder ``path``."""
     return path.with_name(path.name + REPLACED)
 
 
 def unreplaced_folders(folder: Path) -> list[Path]:
-    """Return the folders that a killed `publish` has renamed and not yet replaced, sorted by name."""
+    """Return the folders ``NAME.old`` without a ``NAME``, left by a killed `publish`, sorted by name."""
     if not folder.is_dir():
         return []
     candidates = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
@@ -308,9 +312,9 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
     PyTorch's allocator and the start of a thread raise a RuntimeError in this case, not a MemoryError.
     """
     text = str(error)
-    is_runtime = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
-    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if not (isinstance(error, MemoryError) or is_runtime or is_system):
+    is_runtime_error = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
+    is_system_error = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (isinstance(error, MemoryError) or is_runtime_error or is_system_error):
         return None
 
     first_line = text.splitlines()[0] if text else ""
@@ -325,7 +329,7 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
 
 
 def no_space(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
-    """Return the error for a full disk; ``byte_count`` is the size of the data, None if unknown."""
+    """Return the error for a full disk; ``byte_count`` is the size of the data, or None if unknown."""
     expected = "room for it"
     if byte_count is not None:
         expected = f"{byte_count * _HEADROOM / 2**30:.2f} GiB of free space"

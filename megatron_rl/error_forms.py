@@ -45,7 +45,7 @@ def out_of_range(path: str, value: Any, expected: str, *, fix: str | None = None
 
 
 def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
-    """Return the error for a value that has an effect only under a condition that does not hold.
+    """Return the error for a value that has an effect only under a condition that is not met.
 
     Example:
         >>> print(requires("actor.lora.dropout", 0.1, "lora.rank of 1 or more", got="0", fix="set lora.rank"))
@@ -60,7 +60,7 @@ def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> Us
 
 
 def exclusive(path: str, second_path: str, reason: str, *, fix: str | None = None) -> UserError:
-    """Return the error for two keys that are both set where at most one of them can take effect."""
+    """Return the error for two keys that are both set although only one of them can take effect."""
     return UserError(
         f"`{path}` and `{second_path}` exclude each other: {reason}",
         where=path,
@@ -96,7 +96,7 @@ def not_installed(package: str, path: str, *, purpose: str, fix: str) -> UserErr
 
 
 def missing_file(file: Path, *, where: str, expected: str, fix: str | None = None) -> UserError:
-    """Return the error for a file or folder that does not exist, with what its parent folder has instead."""
+    """Return the error for a missing file or folder; ``got`` names a similar file in its folder, if any."""
     return UserError(
         f"{file.name} does not exist", where=where, expected=expected, got=neighbours(file), fix=fix
     )

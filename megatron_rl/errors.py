@@ -138,8 +138,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     if not close:
         return None
 
-    least = min(close.values())
-    best = [candidate for candidate, distance in close.items() if distance == least]
+    smallest = min(close.values())
+    best = [candidate for candidate, distance in close.items() if distance == smallest]
     return best[0] if len(best) == 1 else None
 
 
@@ -183,6 +183,7 @@ def _allowed_edits(length: int) -> int:
 
 
 def _split_name(name: str) -> list[str]:
+    """Return the words of a name in lower case; any other character than a letter or digit separates them."""
     return [item for item in re.split(r"[\W_]+", name.lower()) if item]
 
 
@@ -209,7 +210,10 @@ def _edits(source: str, target: str) -> int:
 
 
 def neighbours(path: Path) -> str:
-    """Return the ``got`` line of a missing file: the missing folder, or a file with a near name."""
+    """Return the ``got`` line of the error for a missing file.
+
+    It names the folder that does not exist, or a file of the folder with a similar name.
+    """
     parent = path.parent
     if path.is_symlink() and not path.exists():
         return f"{path} is a link that leads to nothing"

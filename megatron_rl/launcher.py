@@ -1,6 +1,7 @@
 """Rank and world size of a process, as its launcher sets them, and the report of errors to the launcher.
 
-The one idea: torchrun passes everything in environment variables. A process without them is a job by itself.
+The one idea: torchrun passes everything in environment variables. A process without them is a single-process
+job.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Launch:
 def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launch:
     """Read the launcher's environment variables; raise UserErrors for invalid values.
 
-    A process that ``joins`` the others of its job also needs the address of their rendezvous.
+    With ``joins`` the process will join the process group of its job, so the rendezvous address is required
+    too.
     """
     errors: list[UserError] = []
     if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
@@ -114,7 +116,7 @@ def leave_with_launcher() -> None:
         while os.getppid() == launcher:
             time.sleep(_CHECK_SECONDS)
 
-        message = f"\nrank {process_rank()}: the launcher, process {launcher}, is gone: leaving\n"
+        message = f"\nrank {process_rank()}: the launcher, process {launcher}, has died: exiting\n"
         with contextlib.suppress(OSError):
             os.write(2, message.encode())
         # Not sys.exit: the main thread may be in a collective that never returns.
@@ -152,6 +154,7 @@ def _integer(
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
+    """Return the error for an invalid variable ``name``; ``got`` is its value, or None if it is not set."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",
@@ -162,8 +165,9 @@ def _error(name: str, expected: str, got: str | None) -> UserError:
 
 
 def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
+    """Return the error for a launcher that starts several processes without the variables of torchrun."""
     return UserError(
-        f"{launcher} started {size} processes, each of which would run as a job of its own",
+        f"{launcher} started {size} processes, each of which would run as a separate job",
         where=f"environment: {name}={size}",
         expected="torchrun inside each task, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         got="none of them",
@@ -172,10 +176,9 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
 
 
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return NO_PROXY variables with which clients connect to servers on this machine without a proxy.
+    """Return NO_PROXY variables that exclude this machine's servers from the proxy of ``environment``.
 
-    Existing entries are retained. Both spellings are returned: some programs read one of them, others the
-    first that is set.
+    Existing entries are retained. Both spellings are returned, since programs differ in which one they read.
 
     Example:
         >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
@@ -192,7 +195,7 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def report_errors(error: UserError) -> None:
-    """Print the errors on one rank, in the same text under every launcher.
+    """Print the errors on one rank, with the same text under every launcher.
 
     Every rank finds the same errors in the same input, so rank 0 prints them and exits, and the launcher ends
     the others while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not

@@ -36,8 +36,8 @@ class Metrics:
     or optimizer steps is thus the mean over all their elements, never a mean of means. Names are
     ``group/name``.
 
-    Losses add metrics as scalars on the device, so that no micro-batch waits for it. They merge there, and
-    `exchange.host_metrics` reads all of them at once.
+    Losses add metrics as scalars on the device, so that the host does not wait for the device after each
+    micro-batch. They are merged there, and `exchange.host_metrics` copies all of them together.
 
     Example: ``Metrics.mean("reward/mean", 6.0, 4) + Metrics.mean("reward/mean", 2.0, 4)``
     has ``values() == {"reward/mean": 1.0}``.
@@ -91,7 +91,7 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """Return name -> mean or maximum, without means whose weights sum to zero.
 
-        Reads each scalar of the device on its own: call `exchange.host_metrics` before.
+        Copies each device scalar to the host separately; `exchange.host_metrics` copies all of them together.
         """
         means = {
             name: float(total) / float(weight) for name, (total, weight) in self.sums.items() if float(weight)
@@ -139,7 +139,7 @@ def is_measurable(value: Any) -> bool:
 
 
 def number_text(value: float, form: str) -> str:
-    """Format a number with ``form``, such as ``.3f``, or with three significant digits from 1e15 on."""
+    """Format a number with the format ``form``, such as ``.3f``; from 1e15 on with 3 significant digits."""
     if abs(value) < _LARGEST_FIXED_POINT:
         return format(value, form)
     return format(value, ".3g")

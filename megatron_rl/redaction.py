@@ -16,7 +16,7 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a setting or environment variable of this name looks like a secret.
+    """Return whether the value of a setting or environment variable with this name is likely a secret.
 
     Example:
         >>> [is_secret(name) for name in ("HF_TOKEN", "apiKey", "max_prompt_tokens")]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 BANNED = -1e30
-"""Bias of a token that is never sampled: finite, so that JSON and products with a slope of 0 can hold it."""
+"""Bias of a token that is never sampled. It is finite: JSON has no infinity, and 0 * infinity is NaN."""
 
 
 class SamplingParameters(NamedTuple):
@@ -56,13 +56,13 @@ class SamplingParameters(NamedTuple):
 
     # New fields come last: checkpoints have the values in order, and older ones lack the last.
     no_repeat_ngram_size: int = 0
-    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
+    """Length n of the n-grams that may occur only once in prompt and response together; 0 is off."""
 
     @property
     def has_penalties(self) -> bool:
         """Return whether earlier tokens of a row change its logits."""
-        counts = self.presence_penalty != 0 or self.frequency_penalty != 0
-        return counts or self.repetition_penalty != 1
+        has_count_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return has_count_penalty or self.repetition_penalty != 1
 
     @property
     def has_rules(self) -> bool:
@@ -90,7 +90,7 @@ class LogitRules(NamedTuple):
 FINISH_STOP = 0
 """The response ended with a stop token, or with a token that completes a stop text."""
 FINISH_LENGTH = 1
-"""The response reached ``max_response_tokens``, or the episode its last turn."""
+"""The response reached ``max_response_tokens``, or the episode reached its largest number of turns."""
 FINISH_FAILED = 2
 """The engine or the environment failed on this row; the row is invalid everywhere downstream."""
 UNFINISHED = 3
@@ -125,7 +125,7 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
 def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
     """Return the row number of each token: [N] int64.
 
-    Without the number of ``tokens``, N, it is read from the device of the lengths.
+    ``tokens`` is N. If it is None, N is read from ``lengths``, for which the host waits if they are on a GPU.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=tokens)
@@ -134,7 +134,8 @@ def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64.
 
-    With ``lengths`` [N] as items per token, it returns the positions of all items of the given tokens.
+    For tensors with several items per token, pass the number of items of each token as ``lengths`` [N] and
+    token positions as ``rows``: the result is the positions of all items of these tokens.
     """
     counts = lengths[rows]
     source_start = (lengths.cumsum(0) - lengths)[rows]
@@ -195,7 +196,7 @@ def limited_counts(rollouts: Rollouts) -> Tensor:
 
 
 def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the items at ``index`` of an optional field."""
+    """Return the items of an optional field at ``index``, or None if the field is None."""
     return None if values is None else values[index]
 
 
@@ -292,7 +293,7 @@ class PromptBatch(_Rows):
     ground_truths: tuple[Any, ...]
     """P reference answers of any type."""
     metadata: tuple[Mapping[str, Any], ...]
-    """P mappings."""
+    """P mappings: the remaining fields of each record."""
     sampling: tuple[SamplingParameters, ...]
     """P sampling parameters."""
 
@@ -346,11 +347,11 @@ class Rollouts(_Rows):
     experts: Tensor | None = None
     """[N, layers, k] int16, experts that the engine routed each token to, -1 if it reported none."""
     max_response_tokens: Tensor | None = None
-    """[B] int64, length limit of each row in tokens, see `limited_counts`; None without a limit."""
+    """[B] int64, length limit of each row in tokens, see `limited_counts`; None if unlimited."""
     outcomes: tuple[Outcome | None, ...] | None = None
-    """B outcomes of episodes, None for rows that have not ended; None without an environment."""
+    """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """B rules that changed the logits before sampling, None for rows without; None if no row has any."""
+    """B rules that change logits before sampling, None for rows without rules; None if no row has rules."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -384,10 +385,16 @@ class Scores:
     """[N] float32, the reference policy's log-probs."""
     teacher_log_probs: Tensor | None = None
     """[N] float32, the log-probs of a distillation's teacher."""
+    teacher_top_ids: Tensor | None = None
+    """[N, k] int32, the teacher's k most likely tokens in place of each token, -1 for none."""
+    teacher_top_log_probs: Tensor | None = None
+    """[N, k + 1] float32, the teacher's log-probs of these tokens, and of all other tokens together."""
     values: Tensor | None = None
     """[N] float32, the critic's values."""
     entropy: Tensor | None = None
     """[N] float32, entropy of the old policy in nats."""
+    squared_probs: Tensor | None = None
+    """[N] float32, sum of the squared probabilities of the old policy's distribution of each token."""
     experts: Tensor | None = None
     """[N, layers, k] int16, experts of the actor's forward pass, for updates that replay the routing."""
     baseline_rewards: Tensor | None = None
@@ -431,6 +438,10 @@ class TrainBatch(_Rows):
     """[N] float32, importance weights of the rollout-to-trainer mismatch."""
     ref_log_probs: Tensor | None = None
     """[N] float32, the reference policy's log-probs."""
+    teacher_top_ids: Tensor | None = None
+    """[N, k] int32, as in `Scores`."""
+    teacher_top_log_probs: Tensor | None = None
+    """[N, k + 1] float32, as in `Scores`."""
     old_values: Tensor | None = None
     """[N] float32, the critic's values before the step's first update."""
     value_weights: Tensor | None = None
@@ -438,7 +449,7 @@ class TrainBatch(_Rows):
     selected: Tensor | None = None
     """[N] bool, tokens with a different policy loss, selected by statistics of the complete mini-batch."""
     policy_mask: Tensor | None = None
-    """[N] bool, tokens with a policy loss, None if all of ``response_mask`` have one."""
+    """[N] bool, tokens with a policy loss, or None if all of ``response_mask`` have one."""
     nll_weights: Tensor | None = None
     """[N] float32, weights of the imitation loss."""
     group: Tensor | None = None
@@ -454,12 +465,12 @@ class TrainBatch(_Rows):
     position: Tensor | None = None
     """[B] int64, index of the row among all rows of the step."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """As in `Rollouts`."""
+    """B rules, as in `Rollouts`."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
-        "policy_mask", "nll_weights", "support_sizes", "experts",
+        "policy_mask", "nll_weights", "support_sizes", "experts", "teacher_top_ids", "teacher_top_log_probs",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")

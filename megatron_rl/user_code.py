@@ -1,8 +1,9 @@
-"""Import of the user's modules, by name or by file; light enough for contained workers to import as well.
+"""Import of the user's modules, by name or by file.
 
-A run keeps copies of the files of its contained code (`megatron_rl.contained.code_copy`). With `use_copies`,
-modules are executed from those copies but keep their names and paths, so that tracebacks name the user's file
-and other modules in its folder can be imported.
+The module itself imports little, since every contained worker, a restricted process for the user's code,
+imports it at its start. A run keeps copies of the files of that code (`megatron_rl.contained.code_copy`).
+With `use_copies`, modules are executed from those copies but keep their names and paths, so that tracebacks
+name the user's file and other modules in its folder can be imported.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def use_copies(copies: Mapping[str, bytes]) -> None:
 
 
 def load_module(location: str) -> ModuleType:
-    """Import ``module``, or ``path/to/file.py`` once per process; pass through any exception of the import.
+    """Import ``module``, or ``path/to/file.py`` once per process; return the module.
 
-    A file is relative to the current directory and may import its neighbours. An empty name is an
-    ImportError.
+    A file is relative to the current directory and may import other files of its folder. Exceptions of the
+    import pass through. Raises ImportError for an empty ``location``.
     """
     if not location:
         raise ImportError("there is no `:` between a file or module and the name")

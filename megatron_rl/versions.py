@@ -32,7 +32,7 @@ def distribution_name(name: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

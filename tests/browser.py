@@ -21,7 +21,7 @@ FLAGS = (
 )  # fmt: skip
 PATIENCE = 120.0
 """Seconds to wait for one message of the browser, or for its end."""
-KEYS = {"ArrowDown": 40, "Home": 36, "Backspace": 8}
+KEYS = {"ArrowDown": 40, "ArrowRight": 39, "Home": 36, "Backspace": 8}
 """Name of a key -> its Windows virtual key code, which the protocol requires."""
 
 
@@ -124,9 +124,16 @@ class Browser:
             self.problems.append(f"{method}: {json.dumps(values)[:500]}")
         return message
 
-    def open(self, file: Path) -> None:
-        """Load a file and wait for its load event."""
-        self.send("Page.navigate", url=file.resolve().as_uri())
+    def open(self, file: Path, fragment: str = "") -> None:
+        """Load a file, whose address ends with ``#fragment``, and wait for its load event."""
+        # From an empty page: another fragment of the same file would load nothing.
+        self.send("Page.navigate", url="about:blank")
+        while self._message().get("method") != "Page.loadEventFired":
+            pass
+        address = file.resolve().as_uri()
+        if fragment:
+            address += f"#{fragment}"
+        self.send("Page.navigate", url=address)
         while self._message().get("method") != "Page.loadEventFired":
             pass
 
@@ -166,6 +173,30 @@ class Browser:
                 y=y,
                 button="left",
                 clickCount=1,
+            )
+
+    def drag(self, selector: str, first: float, last: float) -> None:
+        """Drag the mouse over the middle of an element, from ``first`` to ``last`` as shares of its width.
+
+        Equal positions only move it there.
+        """
+        x, y, width = self.value(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
+            "const b = e.getBoundingClientRect(); return [b.x, b.y + b.height / 2, b.width]; })()"
+        )
+        moves = [("mouseMoved", first, "none")]
+        if first != last:
+            moves += [("mousePressed", first, "left"), ("mouseMoved", last, "left")]
+            moves += [("mouseReleased", last, "left")]
+        for kind, share, button in moves:
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x + share * width,
+                y=y,
+                button=button,
+                buttons=int(button == "left"),
+                clickCount=int(button == "left"),
             )
 
     def press(self, key: str, **options: Any) -> None:

@@ -23,6 +23,8 @@ WRITTEN_BY = {
     "a run that is short of memory": "memory/split_",
     "a run with a critic": "critic/ reward/component/",
     "a run with a teacher": "kl/teacher",
+    "a run with a teacher behind a server": "teacher/",
+    "a run with a teacher's most likely tokens": "kl/teacher distillation/",
     "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",
     "a run that carries responses": "rollout/rounds rollout/partial rollout/carried "

@@ -38,7 +38,7 @@ class RecomputingDecoder:
             row.append(token)
         return self._last()
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
     def _last(self) -> Tensor:

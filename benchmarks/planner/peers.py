@@ -223,7 +223,7 @@ def decode_milliseconds(
 
     for point in range(POINTS):
         length = (point + 0.5) * width
-        alive = rows * lengths.alive(length)
+        alive = rows * lengths.fraction_longer(length)
         total += alive * cost.seconds(max(1.0, alive), prompt + length)
         weight += alive
     return 1e3 * total / weight

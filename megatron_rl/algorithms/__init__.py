@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.objectives import policy_objective as policy_objective
     from megatron_rl.algorithms.objectives import sft_objective as sft_objective
     from megatron_rl.algorithms.objectives import value_objective as value_objective
+    from megatron_rl.algorithms.preference import PreferencePairs as PreferencePairs
     from megatron_rl.algorithms.preference import PreferenceSettings as PreferenceSettings
     from megatron_rl.algorithms.preference import dpo_objective as dpo_objective
     from megatron_rl.algorithms.preference import reward_model_objective as reward_model_objective
@@ -64,7 +65,7 @@ _NAMES = {
     "lookup": "algorithm_of get_algorithm",
     "losses": "FunctionLoss PolicyLoss TokenLoss ValueLoss",
     "objectives": "policy_objective sft_objective value_objective",
-    "preference": "PreferenceSettings dpo_objective reward_model_objective",
+    "preference": "PreferencePairs PreferenceSettings dpo_objective reward_model_objective",
     "rewards": "DynamicSampling Imitation Overlong RewardShaping informative_groups prompts_to_sample "
     "take_groups",
 }

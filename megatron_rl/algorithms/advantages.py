@@ -3,7 +3,7 @@
 GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
 statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.
 
-Discounted returns (REINFORCE++, ReMax), GAE and VAPO's lambda compute one per token, ragged [N] with
+Discounted returns (REINFORCE++, ReMax) and GAE (PPO, VAPO) compute one advantage per token, ragged [N] with
 ``lengths`` [B]; ``mask`` [N] marks response tokens. Tokens outside the mask (prompts, tool output between
 turns) are skipped: the recursion steps from one response token to the next across them, and their result
 is 0.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPECTED = "Advantages(advantages, returns) of tensors with one value per token [N]"
-"""Form of an estimator's result; `outcome` makes it from one value per row."""
+"""Result that an estimator must return, for error texts. `outcome` constructs it from one value per row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AdvantageInputs:
     rewards: Tensor
     """[B], shaped, minus the KL penalty if it is in the reward; 0 for invalid rows."""
     token_rewards: Tensor
-    """[N], the same per token: the reward on a row's last response token, the KL penalty on each token."""
+    """[N], ``rewards`` per token: the reward on a row's last response token, the KL penalty on each token."""
     mask: Tensor
     """[N] bool, response tokens of valid rows."""
     lengths: Tensor
@@ -57,7 +57,11 @@ class AdvantageInputs:
     baseline_rewards: Tensor | None
     """[B], reward of a greedy response to the row's prompt, shaped as ``rewards`` are."""
     components: Mapping[str, Tensor]
-    """Name -> [B], the reward's components, not shaped."""
+    """Name -> [B], the reward's components, without shaping."""
+    log_probs: Tensor | None = None
+    """[N], the actor's log-probs before its first update."""
+    squared_probs: Tensor | None = None
+    """[N], sum of the squared probabilities of the actor's distribution of each token."""
 
     @property
     def response_lengths(self) -> Tensor:
@@ -84,7 +88,7 @@ class Advantage(Piece, ABC):
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
     response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
     reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is false
-    for one that reads neither.
+    for an estimator that reads neither the reward nor its components.
     """
 
     whiten: bool = setting(
@@ -99,9 +103,15 @@ class Advantage(Piece, ABC):
 
     needs_critic: ClassVar[bool] = False
     needs_greedy_baseline: ClassVar[bool] = False
+    needs_squared_probs: ClassVar[bool] = False
     compares_samples: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
     learns_from_rewards: ClassVar[bool] = True
+
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Whether the advantages depend on the actor's distributions, which precede the loss then."""
+        return self.needs_squared_probs
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
@@ -144,11 +154,11 @@ class FunctionAdvantage(Advantage):
 
 @dataclass(frozen=True)
 class NoRewards(Advantage):
-    """Advantage 0 of every token: nothing is learned from rewards, and a run needs none.
+    """Advantage 0 for every token: rewards are neither needed nor used.
 
     For algorithms whose training signal is another piece, such as distillation.
 
-    Source: none; the gradient of a constant reward with itself as baseline.
+    Source: none. It is the advantage of a constant reward with that reward as the baseline.
 
     Example:
         >>> NoRewards()(advantage_inputs([1.0, 0.0], group=[0, 0])).advantages.abs().sum().item()
@@ -258,11 +268,11 @@ class Grpo(GroupAdvantage):
         """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
-        # Minus its own mean, the advantage of a single response would be 0 for any reward.
+        # A single response is its own mean: subtracting it would give advantage 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
-                # All rows as one group: its deviation is that of the step.
+                # The standard deviation of all rows as one group is that of the step.
                 one_group = torch.zeros_like(inputs.group)
                 count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
             scale = torch.where(count > 1, std, 1) + self.epsilon
@@ -312,7 +322,7 @@ class GrpoPassAtK(GroupAdvantage):
     The first sample with the largest reward gets ``(R_max - R_second) / (std_g + epsilon)``, all others 0.
     A tie for the largest reward gives 0 to every sample, and so does a group with fewer than two valid ones.
 
-    Source: arXiv:2503.19595; form of verl.
+    Source: arXiv:2503.19595, in verl's form.
 
     Example:
         >>> inputs = advantage_inputs([2.0, 1.0, 0.0], group=[0, 0, 0])
@@ -382,7 +392,7 @@ class Opo(GroupAdvantage):
         weighted_sum = ragged.group_sums(weights * torch.where(valid, rewards, 0), group)
         weighted_mean = weighted_sum / total_weight.clamp(min=1)
 
-        # Equal rewards have that reward as exact mean, so that rounding leaves their advantage at 0.
+        # For equal rewards use the unweighted mean, which is exact: rounding must not give an advantage.
         baseline = torch.where(std == 0, mean, weighted_mean)
         baseline = torch.where((count > 1) & (total_weight > 0), baseline, 0)
         return torch.where(valid, rewards - baseline, 0)
@@ -432,7 +442,8 @@ class Gdpo(GroupAdvantage):
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
     Example:
-        Rewards (0, 1) in one component and (0, 2) in two are the same to GRPO, not to GDPO.
+        GRPO gives total rewards (0, 1) and (0, 2) equal advantages; GDPO gives larger ones if two components
+        differ.
 
         >>> one, two = {"a": [0.0, 1.0], "b": [0.0, 0.0]}, {"a": [0.0, 1.0], "b": [0.0, 1.0]}
         >>> inputs = advantage_inputs([0.0, 1.0], group=[0, 0], components=one)
@@ -535,6 +546,77 @@ class Remax(Advantage):
 
 
 @dataclass(frozen=True)
+class OptimalTokenBaseline(Advantage):
+    """Rewards to go minus, at each position, the baseline of least variance over the prompt's samples.
+
+    ``A_t = G_t - B_t`` with ``B_t = sum_i W_t^i G_t^i / sum_i W_t^i`` over the valid samples of the prompt
+    that have a t-th response token. The energy ``W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)`` stands for
+    the squared norm of the gradient of the response so far: each term is the squared norm of the token's
+    gradient with respect to its logits, with its probability p_j. A sample alone with its prompt has no
+    baseline: ``A = G``. The returns are G.
+
+    Source: The Optimal Token Baseline, arXiv:2602.07078; singleton rule and ``lone_tail`` from verl.
+
+    Example:
+        The uncertain second sample moves the baseline towards its own reward.
+
+        >>> probs, squared_probs = torch.tensor([[0.8, 0.2], [0.68, 0.52]]).double()
+        >>> inputs = advantage_inputs([1.0, 0.0], group=[0, 0])
+        >>> inputs = replace(inputs, log_probs=probs.log(), squared_probs=squared_probs)
+        >>> [round(a, 3) for a in OptimalTokenBaseline().estimate(inputs).advantages.tolist()]
+        [0.933, -0.067]
+    """
+
+    lone_tail: str = setting(
+        "zero",
+        "Advantage of the tokens of a prompt's longest response that are beyond all others: zero, as their "
+        "own baseline, or the rewards to go.",
+        choices=("zero", "returns"),
+    )
+
+    needs_squared_probs: ClassVar[bool] = True
+    compares_samples: ClassVar[bool] = True
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute advantages and returns; raise ValueError without the actor's distributions."""
+        if inputs.log_probs is None or inputs.squared_probs is None:
+            raise ValueError("the optimal token baseline needs Scores.squared_probs and old_log_probs")
+        mask = inputs.mask
+        returns = discounted_returns(inputs.token_rewards, mask, inputs.lengths, gamma=1.0)
+
+        # Compact the response tokens: index within the response, and the energy up to each.
+        lengths = inputs.response_lengths.long()
+        starts = lengths.cumsum(0) - lengths
+        first = ragged.broadcast_rows(starts, lengths)
+        index = torch.arange(len(first)) - first
+        token_energy = (1 - 2 * inputs.log_probs.exp() + inputs.squared_probs)[mask].clamp(min=0)
+        total = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
+        energy = total[1:] - total[first]
+
+        # Weighted mean of the returns at each index of each prompt's responses.
+        dense, group_count = ragged.dense_groups(inputs.group)
+        group = ragged.broadcast_rows(dense, lengths)
+        longest = int(lengths.max()) if len(lengths) else 0
+        slot = group * longest + index
+        zeros = energy.new_zeros(group_count * longest)
+        weights = zeros.index_add(0, slot, energy)
+        weighted_returns = zeros.index_add(0, slot, energy * returns[mask])
+        # Without energy there is no gradient, and the baseline does not matter.
+        baseline = (weighted_returns / weights.clamp(min=1e-8))[slot]
+
+        # Samples of the prompt, and those that have a token at this index.
+        sample_count = energy.new_zeros(group_count).index_add(0, dense, (lengths > 0).to(energy.dtype))
+        has_baseline = sample_count[group] > 1
+        if self.lone_tail == "returns":
+            token_count = zeros.index_add(0, slot, torch.ones_like(energy))
+            has_baseline = has_baseline & (token_count[slot] > 1)
+
+        advantages = torch.zeros_like(returns)
+        advantages[mask] = returns[mask] - torch.where(has_baseline, baseline, 0)
+        return Advantages(advantages, returns)
+
+
+@dataclass(frozen=True)
 class Gae(Advantage):
     """Generalised advantage estimation from rewards and the critic's values; see `gae`.
 
@@ -544,7 +626,7 @@ class Gae(Advantage):
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
     lam: float = setting(
         1.0,
-        "Lambda: 1 uses the rewards alone, 0 the critic's next value.",
+        "Lambda: 1 uses only the rewards, 0 only the critic's next value.",
         at_least=0,
         at_most=1,
     )
@@ -565,7 +647,7 @@ class Gae(Advantage):
 
 @dataclass(frozen=True)
 class Vapo(Advantage):
-    """GAE with one lambda for the policy, by response length, and another for the critic's targets.
+    """GAE with a lambda for the policy that depends on response length, and another for the critic's targets.
 
     Source: VAPO, arXiv:2504.05118, decoupled and length-adaptive GAE.
     """
@@ -601,7 +683,7 @@ def discounted_returns(
     Source: REINFORCE++, arXiv:2501.03262.
 
     Example:
-        The middle token is a tool's: it is skipped, not discounted.
+        The middle token comes from a tool: it is skipped and adds no discount.
 
         >>> r, mask = torch.tensor([0.0, 9.0, 1.0]), torch.tensor([True, False, True])
         >>> discounted_returns(r, mask, torch.tensor([3]), gamma=0.5).tolist()
@@ -629,7 +711,7 @@ def gae(
     response token of the row and both are 0 after the last: an episode ends with its row. The critic's
     targets are ``A + V``. ``values[t]`` is the critic's estimate before token t is produced.
 
-    Source: GAE, arXiv:1506.02438, equation 16; skipping of other tokens as in verl.
+    Source: GAE, arXiv:1506.02438, equation 16; tokens outside the mask are skipped as in verl.
 
     Example:
         >>> r, v = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])

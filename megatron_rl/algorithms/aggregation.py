@@ -1,8 +1,9 @@
 """Loss aggregation as one weight per token, so that a loss is the same weighted sum under any split.
 
-`minibatches` splits a step's batch into mini-batches and computes what depends on a complete one: the loss
-weights with their global denominators, and the tokens that clip-cov and kl-cov select. Both are tensors from
-then on, so a mini-batch can be split into micro-batches of complete rows in any way.
+`minibatches` splits a step's batch into mini-batches and computes the values that depend on a complete
+mini-batch: the loss weights with their global denominators, and the tokens that clip-cov and kl-cov select.
+Both are stored as tensors per token, so a mini-batch can be split into micro-batches of complete rows in any
+way.
 """
 
 from __future__ import annotations
@@ -152,13 +153,13 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the aggregation with the longest response as the default of its constant."""
+        """Return a copy in which an unset ``scale_factor`` is the response limit in tokens."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]; raise UserError without a constant."""
+        """Compute the weight of every token [N]; raise UserError if ``scale_factor`` is unset."""
         if self.scale_factor is None:
             raise UserError(
                 "seq-mean-token-sum-norm needs a constant to divide by",
@@ -240,7 +241,7 @@ def with_loss_weights(
     algorithm: Algorithm,
     generator: torch.Generator | None = None,
 ) -> TrainBatch:
-    """Return the mini-batch with its loss weights and, if the policy loss selects tokens, those tokens.
+    """Return the mini-batch with its loss weights, and with the tokens that the policy loss selects, if any.
 
     ``generator`` draws clip-cov's random tokens; None uses a new generator with seed 0.
     """
@@ -253,7 +254,7 @@ def with_loss_weights(
     if minibatch.returns is not None:
         value_weights = algorithm.value_aggregation.loss_weights(*rows)
 
-    # Before this point nll_weights are marks of 1 on the tokens to imitate.
+    # In the step's batch, nll_weights are still marks: 1 on the tokens to imitate.
     nll_weights = minibatch.nll_weights
     if nll_weights is not None:
         nll_weights = algorithm.imitation.weights(nll_weights, minibatch.response_mask)

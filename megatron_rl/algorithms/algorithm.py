@@ -44,6 +44,7 @@ from megatron_rl.algorithms.advantages import (
     GrpoPassAtK,
     NoRewards,
     Opo,
+    OptimalTokenBaseline,
     Reinforce,
     Remax,
     Rloo,
@@ -66,6 +67,7 @@ from megatron_rl.algorithms.kl import (
     NoDistillation,
     NoKl,
     ReverseKl,
+    TopKDivergence,
 )
 from megatron_rl.algorithms.losses import (
     Cispo,
@@ -121,7 +123,7 @@ class Algorithm:
     distillation: Distillation = NoDistillation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
     max_response_tokens: int | None = None
-    """Length limit in tokens of responses without a limit of their own; set by `within`."""
+    """Length limit in tokens of responses for which the rollouts give no limit; set by `within`."""
 
     @property
     def needs_critic(self) -> bool:
@@ -140,7 +142,7 @@ class Algorithm:
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether the algorithm learns from rewards."""
+        """Whether a reward or its components influence the training."""
         return self.advantage.learns_from_rewards
 
     @property
@@ -149,18 +151,23 @@ class Algorithm:
         return self.advantage.needs_greedy_baseline
 
     @property
+    def needs_squared_probs(self) -> bool:
+        """Whether the algorithm reads `Scores.squared_probs` (sum of the squared probabilities per token)."""
+        return self.advantage.needs_squared_probs
+
+    @property
     def needs_scoring_pass(self) -> tuple[str, ...]:
         """Keys of the pieces that read the actor's log-probs of a batch before its loss."""
         return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)
 
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces: key -> piece."""
-        # The name, the summary and the length limit are fields too, and no pieces.
+        # The name, the summary and the length limit are fields, but not pieces.
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return the algorithm with settings that depend on the longest response filled in."""
+        """Return the algorithm for a response limit in tokens, from which pieces derive unset settings."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **changed)
 
@@ -169,7 +176,7 @@ class Algorithm:
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
 
-        # The buffer can only be compared with the limit of a run. A limit of the piece precedes it.
+        # The overlong buffer must fit into the run's response limit, unless the piece sets its own limit.
         if self.max_response_tokens is not None and self.overlong.limit is None:
             limits = {"rollout.max_response_tokens": self.max_response_tokens}
             yield from self.overlong.buffer_errors("algorithm.overlong", limits)
@@ -209,12 +216,12 @@ class Algorithm:
                 where="algorithm.overlong.buffer",
                 expected="null: no penalty",
                 got=f"{self.overlong.buffer:g}",
-                fix="have the reward function return the penalty as a component of its own",
+                fix="have the reward function return the penalty as a separate component",
             )
 
-        if self.reward_shaping.changes:
+        if self.reward_shaping.changes_rewards:
             yield UserError(
-                f"{name} does not read the reward that is shaped, and scales each component by itself",
+                f"{name} does not read the reward that is shaped, and scales each component separately",
                 where="algorithm.reward_shaping",
                 expected="no shaping",
                 got="settings that change the reward",
@@ -233,6 +240,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo_pass_at_k": GrpoPassAtK(),
     "none": NoRewards(),
     "opo": Opo(),
+    "otb": OptimalTokenBaseline(),
     "reinforce": Reinforce(),
     "remax": Remax(),
     "rloo": Rloo(),
@@ -358,7 +366,7 @@ KINDS: dict[str, Kind] = {
     ),
     "distillation": Kind(
         base=Distillation,
-        named={"none": NoDistillation(), "reverse_kl": ReverseKl()},
+        named={"none": NoDistillation(), "reverse_kl": ReverseKl(), "top_k": TopKDivergence()},
         method="estimate",
         arguments=("log_probs", "teacher_log_probs"),
     ),
@@ -443,6 +451,11 @@ _TABLE = (
         "opo",
         "Length-weighted optimal baseline, meant for one optimizer step per batch (exactly on policy).",
         advantage=Opo(),
+    ),
+    Algorithm(
+        "otb",
+        "Baseline of least variance at each position of the group's responses, weighted by uncertainty.",
+        advantage=OptimalTokenBaseline(),
     ),
     Algorithm(
         "gpg",

@@ -1,9 +1,9 @@
 """Rollout-to-trainer mismatch: its metrics, importance weights and rejection.
 
 ``rho_t = exp(clamp(log_probs - rollout_log_probs, +-20))`` per token, with the trainer's log-probs of the
-sampling policy (or, in bypass mode, of the policy in training). Two corrections, which combine: importance
-weights scale a token's loss, rejection drops tokens or responses. Neither has a gradient. All per-token
-tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be complete.
+sampling policy (or, in bypass mode, of the policy in training). Two corrections can be combined: importance
+weights scale a token's loss, and rejection drops tokens or responses. Neither carries a gradient. All
+per-token tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be complete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Correction(Piece):
         more_than=0,
     )
     floor: float = setting(
-        0.0, "Smallest importance weight: smaller ones become this one. Not with a band.", at_least=0
+        0.0, "Smallest importance weight: smaller ones are raised to it. Not with a band.", at_least=0
     )
     band: tuple[float, ...] | None = setting(
         None, "[low, high]: weights outside become 0, and `threshold` is not used.", unset="no band"
@@ -76,7 +76,7 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection of the step precede the loss, whose denominator they change."""
+        """Whether weights and rejection are computed over the step, to set the denominator of the loss."""
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -91,7 +91,7 @@ class Correction(Piece):
                 fix="write band: [0.5, 5.0]",
             )
 
-        highest = self.threshold
+        threshold = self.threshold
         if self.floor and band is not None:
             yield UserError(
                 "a band sets small importance weights to 0, and the floor raises them",
@@ -100,11 +100,11 @@ class Correction(Piece):
                 got=f"{self.floor:g}",
                 fix="leave one of the two out",
             )
-        elif highest is not None and self.floor > highest:
+        elif threshold is not None and self.floor > threshold:
             yield UserError(
                 "the floor of importance weights is above their threshold",
                 where=f"{path}.floor",
-                expected=f"at most threshold = {highest:g}",
+                expected=f"at most threshold = {threshold:g}",
                 got=f"{self.floor:g}",
                 fix="lower the floor, or raise the threshold",
             )
@@ -145,7 +145,7 @@ class Correction(Piece):
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
             token_weights, counted = _masked_in(weights.double(), mask)
-            # Limited are weights at the threshold, or outside the band, which sets them to 0.
+            # A weight counts as limited at the threshold, or outside the band, which sets it to 0.
             limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 limited = token_weights == 0
@@ -154,7 +154,7 @@ class Correction(Piece):
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
-        # Rejection reads log-probs alone, so it does not depend on the weights and combines with any level.
+        # Rejection reads only log-probs, so it does not depend on the weights and combines with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
@@ -198,7 +198,7 @@ class Correction(Piece):
 
         weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
-        # Truncation: the band excludes the threshold.
+        # A band takes the place of the truncation by threshold and floor.
         if self.band is not None:
             low, high = self.band
             weights = torch.where((weights >= low) & (weights <= high), weights, 0)
@@ -221,7 +221,7 @@ def rejection_mask(
     followed by the divergence that it sums, averages or maximises:
 
     - ``k1`` = -log rho, accepted within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note
-      the sign: ``1/hi <= rho <= 1/lo``. Not with ``seq_max_``.
+      the sign: ``1/hi <= rho <= 1/lo``. There is no ``seq_max_k1``.
     - ``k2`` = (log rho)^2 / 2 and ``k3`` = rho - 1 - log rho, accepted up to the threshold.
 
     ``seq_sum_k1`` is masked importance sampling (MIS), ``seq_mean_k1`` the geometric mean.
@@ -285,9 +285,9 @@ def batch_normalized(
 ) -> Tensor:
     """Divide the weights by their mean over the step: [N].
 
-    The mean is over masked-in tokens or, for weights of a response ``level``, over the responses with such
-    tokens, each counted once. With an empty mask, or weights that are all 0, the weights are returned
-    unchanged.
+    For ``level`` "token" the mean is over masked-in tokens. For the other levels it is over the responses
+    with such tokens, each counted once. With an empty mask, or weights that are all 0, the weights are
+    returned unchanged.
 
     Example:
         >>> weights, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
@@ -390,7 +390,7 @@ def mismatch_metrics(
     - ``mismatch/chi2`` mean of rho^2, minus 1; ``mismatch/ess`` = mean(rho)^2 / mean(rho^2), the effective
       sample size as a fraction, 1 for equal log-probs
     - ``mismatch/ppl_ratio`` mean over rows of exp(-mean d): trainer perplexity over rollout perplexity
-    - ``mismatch/token_mult_prob_error`` mean of ``exp(|d|)``; 1 is perfect, above 1.05 look into it
+    - ``mismatch/token_mult_prob_error`` mean of ``exp(|d|)``; 1 is perfect, above 1.05 investigate the cause
 
     An empty mask gives no metrics.
 
@@ -402,7 +402,7 @@ def mismatch_metrics(
         >>> round(m["mismatch/abs_diff"], 4), round(m["mismatch/max_diff"], 4)
         (0.05, 0.1)
     """
-    # Empty on a host is empty by its values; on a device, where they are not read, by its size.
+    # On the host check the mask's values. On a device check only its size: reading values would wait for it.
     if not len(mask) or (mask.is_cpu and not mask.any()):
         return Metrics()
 
@@ -428,7 +428,7 @@ def mismatch_metrics(
         "kl": (-d.sum(), count),
         "k3": ((rho - 1 - rho.log()).sum(), count),
         "chi2": ((rho**2 - 1).sum(), count),
-        # Not a sum over tokens: weight it by their number, so that merging averages it over batches.
+        # Not a sum over tokens: weighted by their number, so that merged metrics average it over batches.
         "ess": (ess * count, count),
         "ppl_ratio": (torch.where(row_counted, ppl_ratio, 0).sum(), row_counted.sum()),
         "token_mult_prob_error": (torch.where(counted, prob_error, 0).sum(), count),

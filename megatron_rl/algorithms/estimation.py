@@ -1,7 +1,7 @@
 """From rollouts and their scores to a training batch: rewards, advantages, corrections, metrics.
 
 A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The module
-also has an algorithm's state between steps: the KL coefficient and the running reward moments.
+also defines an algorithm's state between steps: the KL coefficient and the running reward moments.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def build_train_batch(
     Row order is preserved. Failed rows (engine failure, invalid or non-finite reward) have an empty
     ``response_mask`` and enter no statistic. Rejected tokens and, with ``overlong.filter``, rows cut off by
     the length limit are removed from the mask after the advantages were computed. ``loss_weights`` are zero
-    until `minibatches` sets them. ``state`` None is the state before the first step. Pure: every rank
-    computes the same result from the same input.
+    until `minibatches` sets them. ``state`` None means the state before the first step. The function is
+    pure: every rank computes the same result from the same input.
 
     `Scores.old_log_probs` may be None, for the train step to fill in, if no piece ``needs_scoring_pass``;
     the metrics of `old_policy_metrics` are then missing here. Raises ValueError if scores that the algorithm
@@ -62,16 +62,14 @@ def build_train_batch(
     old_log_probs = old_policy_log_probs(rollouts, scores, algorithm)
     if old_log_probs is None and algorithm.needs_scoring_pass:
         keys = ", ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
-        raise ValueError(f"Scores.old_log_probs is missing, which {keys} must know before the loss")
+        raise ValueError(f"Scores.old_log_probs is missing, which {keys} needs before the loss")
 
     # Advantages come before rejection and the overlong filter, so that these do not change the baselines.
     inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
     correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
-    if algorithm.needs_teacher:
-        term, teacher_metrics = _distill(scores, algorithm, valid_mask, old_log_probs)
-        advantages = advantages + term
-        metrics += teacher_metrics
+    if algorithm.needs_teacher and not algorithm.distillation.top_tokens:
+        advantages = advantages + _teacher_term(scores, algorithm, valid_mask, old_log_probs)
     if algorithm.overlong.filter:
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
@@ -79,7 +77,7 @@ def build_train_batch(
     policy_mask, entropy_metrics = _entropy_mask(scores, algorithm, train_mask)
     metrics += entropy_metrics
 
-    # The engine's expert choices are those that produced the sampled tokens: they precede the actor's.
+    # The engine's expert choices produced the sampled tokens, so they take precedence over the actor's.
     experts = rollouts.experts
     if experts is None:
         experts = scores.experts
@@ -91,6 +89,8 @@ def build_train_batch(
         old_log_probs=old_log_probs,
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
+        teacher_top_ids=scores.teacher_top_ids,
+        teacher_top_log_probs=scores.teacher_top_log_probs,
         old_values=scores.values,
         policy_mask=policy_mask,
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
@@ -104,9 +104,10 @@ def build_train_batch(
 
 
 def train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
-    """Return the rows of rollouts with the tokens of ``mask`` [N] bool in the loss, and nothing computed yet.
+    """Convert rollouts to a train batch whose loss covers the tokens of ``mask`` [N] bool.
 
-    ``loss_weights`` are zero until `minibatches` sets them.
+    Advantages, returns and the trainer's log-probs are not set; ``loss_weights`` are zero until `minibatches`
+    sets them.
     """
     return TrainBatch(
         tokens=rollouts.tokens,
@@ -133,7 +134,8 @@ def old_policy_log_probs(
 ) -> Tensor | None:
     """Return the old policy's log-probs [N], for ratios and for the KL penalty, its metric and controller.
 
-    With `Correction.bypass` these are the engine's; otherwise the trainer's, None until a pass computes them.
+    With `Correction.bypass` these are the engine's log-probs, otherwise the trainer's, or None until a
+    forward pass of the trainer computes them.
     """
     if algorithm.correction.bypass:
         return rollouts.rollout_log_probs
@@ -146,10 +148,10 @@ def old_policy_metrics(
     algorithm: Algorithm,
     state: AlgorithmState,
 ) -> Metrics:
-    """Compute ``mismatch/*`` and, with a reference policy's log-probs, ``kl/ref`` and ``kl/coef``.
+    """Compute ``mismatch/*``, and the KL to a reference policy and to a teacher where they are.
 
-    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` compares the old policy of
-    `old_policy_log_probs` with the reference.
+    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` and ``kl/teacher`` compare
+    the old policy of `old_policy_log_probs` with the reference and with the teacher.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
@@ -159,13 +161,18 @@ def old_policy_metrics(
 
     metrics = mismatch_metrics(scores.old_log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
+    log_probs = old_policy_log_probs(rollouts, scores, algorithm)
+    assert log_probs is not None
     if scores.ref_log_probs is not None:
-        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
-        assert log_probs is not None
         kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
         # Sum in float64: a float32 sum over a long batch loses terms near 0.
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
+
+    # k1 estimate of KL(actor || teacher), whatever the coefficient of the distillation.
+    if algorithm.needs_teacher and scores.teacher_log_probs is not None:
+        difference = (log_probs.double() - scores.teacher_log_probs.double())[mask]
+        metrics += Metrics.mean("kl/teacher", float(difference.sum()), count)
     return metrics
 
 
@@ -188,13 +195,13 @@ def _advantage_inputs(
         shaped = shaping.shape(values, scores.rewards, valid, moments)
         return algorithm.overlong.punish(shaped, valid, response_lengths, limits)
 
-    # The overlong penalty counts the same tokens as the limit: tool output ends a conversation as well.
+    # The overlong penalty counts the same tokens as the length limit. Tool output is among them.
     rewards = shape_and_punish(scores.rewards, limited_counts(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last = last_masked_token(mask, lengths)
     token_rewards[last[last >= 0]] = rewards[last >= 0]
 
-    # The KL penalty is subtracted after shaping, which is configured for the reward alone.
+    # The KL penalty is subtracted after shaping, which is configured only for the reward.
     if algorithm.kl.in_reward:
         if scores.ref_log_probs is None:
             raise ValueError("the KL penalty in the reward needs Scores.ref_log_probs, which is missing")
@@ -214,6 +221,15 @@ def _advantage_inputs(
     values = scores.values
     if values is not None:
         values = values.double()
+
+    # The actor's own log-probs, also in bypass mode: the squared probabilities are of the same pass.
+    log_probs = None
+    squared_probs = None
+    if algorithm.needs_squared_probs and scores.old_log_probs is not None:
+        if scores.squared_probs is None:
+            raise ValueError("Scores.squared_probs is missing, which algorithm.advantage must know")
+        log_probs = scores.old_log_probs.double()
+        squared_probs = scores.squared_probs.double()
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -224,6 +240,8 @@ def _advantage_inputs(
         values=values,
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
+        log_probs=log_probs,
+        squared_probs=squared_probs,
     )
 
 
@@ -232,12 +250,15 @@ def _entropy_mask(
     algorithm: Algorithm,
     mask: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
-    """Return the tokens [N] bool with a policy loss by `PolicyLoss.top_entropy`, and their lowest entropy."""
+    """Return the tokens [N] bool that `PolicyLoss.top_entropy` selects, and their lowest entropy as a metric.
+
+    The tokens are None if the policy loss covers all of them.
+    """
     share = algorithm.policy_loss.top_entropy
     if share is None or not mask.any():
         return None, Metrics()
     if scores.entropy is None:
-        raise ValueError("Scores.entropy is missing, which algorithm.policy_loss.top_entropy must know")
+        raise ValueError("Scores.entropy is missing, which algorithm.policy_loss.top_entropy needs")
 
     # Selected over the step: a quantile of each mini-batch would depend on the split.
     selected = top_entropy_tokens(scores.entropy, mask, share)
@@ -248,8 +269,8 @@ def _entropy_mask(
 def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
     """Return the length limit of each row in tokens: [B] int64.
 
-    A sampling profile may set a limit per task. Rows without a limit of their own, such as rows that a
-    program made, get the algorithm's.
+    Generated rollouts have a limit per row, since a sampling profile may set one per task. Rollouts that a
+    caller constructed without limits get the algorithm's.
     """
     if rollouts.max_response_tokens is not None:
         return rollouts.max_response_tokens
@@ -280,23 +301,18 @@ def _correct(
     return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
 
-def _distill(
+def _teacher_term(
     scores: Scores,
     algorithm: Algorithm,
     mask: Tensor,
     old_log_probs: Tensor | None,
-) -> tuple[Tensor, Metrics]:
-    """Return the teacher's term in the advantages [N], 0 outside the mask, and the mean reverse KL to it."""
+) -> Tensor:
+    """Compute the teacher's term in the advantages [N], 0 outside the mask."""
     if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
-    log_probs = old_log_probs.double()
-    teacher_log_probs = scores.teacher_log_probs.double()
-    term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
-
-    # k1 estimate of KL(actor || teacher), whatever the coefficient of the term.
-    difference = (log_probs - teacher_log_probs)[mask]
-    return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))
+    term = algorithm.distillation(old_log_probs.double(), scores.teacher_log_probs.double())
+    return torch.where(mask, term, 0)
 
 
 @dataclass(frozen=True)
@@ -317,9 +333,9 @@ class AlgorithmState:
         return {"kl_coef": self.kl_coef, "moments": list(self.moments)}
 
     @classmethod
-    def from_state_dict(cls, saved: dict) -> AlgorithmState:
-        """Restore the state from a `state_dict`."""
-        return cls(float(saved["kl_coef"]), RunningMoments(*saved["moments"]))
+    def from_state_dict(cls, state_dict: dict) -> AlgorithmState:
+        """Restore the state from the result of `state_dict`."""
+        return cls(float(state_dict["kl_coef"]), RunningMoments(*state_dict["moments"]))
 
 
 def initial_state(algorithm: Algorithm) -> AlgorithmState:
@@ -335,9 +351,9 @@ def next_state(
 ) -> AlgorithmState:
     """Compute the state after a step from the step's rollouts and scores.
 
-    Call it once per step, after `build_train_batch` with the old state. The adaptive coefficient follows the
-    KL of the old policy to the reference by the algorithm's estimator, averaged per response and then over
-    responses.
+    Call it once per step, after `build_train_batch` with the old state. An adaptive KL coefficient is updated
+    from the KL of the old policy to the reference by the algorithm's estimator, averaged per response and
+    then over responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     moments = algorithm.reward_shaping.moments_after(state.moments, scores.rewards, valid)
@@ -370,7 +386,7 @@ def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tens
 
     For an algorithm with a greedy baseline, the greedy response's reward must be finite too.
     """
-    # A row fails alone: the other samples of its prompt stay comparable.
+    # Only the failed row is invalid: the other samples of its prompt can still be compared.
     valid = scores.valid & (rollouts.finish_reason != FINISH_FAILED) & scores.rewards.isfinite()
 
     if algorithm.needs_greedy_baseline:
@@ -388,13 +404,14 @@ def step_metrics(
 ) -> Metrics:
     """Compute a step's ``reward/*``, ``response/*``, ``group/*``, ``advantage/*`` and ``critic/*`` metrics.
 
-    ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and penalties. ``group/*`` are
-    fractions of the prompts: with equal raw rewards, and with a failed sample. The same on every rank.
+    ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and penalties. ``group/*`` are the
+    fraction of prompts with equal raw rewards, the mean standard deviation within a prompt's samples, and the
+    fraction of prompts with a failed sample. The result is the same on every rank.
     """
     valid = inputs.valid
     valid_count = int(valid.sum())
     metrics = Metrics.mean("reward/valid_fraction", valid_count, len(rollouts))
-    # All other metrics would divide by zero.
+    # Without a valid row all other metrics would divide by zero.
     if not valid_count:
         return metrics
 
@@ -430,7 +447,7 @@ def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
     """Compute ``group/*`` over the prompts."""
     dense, group_count = dense_groups(inputs.group)
 
-    # Index of one row of each group, which carries the group's statistics.
+    # First row of each group, to read the group's statistics from.
     group_row = torch.zeros(group_count, dtype=torch.long)
     group_row[dense.flip(0)] = torch.arange(len(dense)).flip(0)
 
@@ -456,7 +473,7 @@ def _response_metrics(
     valid: Tensor,
     valid_count: int,
 ) -> Metrics:
-    """Compute ``response/*`` over the valid rows; lengths in tokens, before any were rejected."""
+    """Compute ``response/*`` over the valid rows; lengths are in tokens, before rejection."""
     if batch.response_counts is None:
         return Metrics()
 

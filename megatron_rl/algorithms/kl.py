@@ -1,10 +1,13 @@
 """KL of the policy to a reference, with the controller of its coefficient, and to a teacher.
 
-The reference is where the policy began: the penalty keeps it near. The teacher is what it learns from.
+The reference is the policy before training, and the penalty keeps the trained policy close to it. A teacher
+is another model, from which the policy learns: by the log-probs of the sampled tokens, as an advantage, or by
+those of the teacher's most likely tokens, as a loss.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 # Bound of the k3 estimate per token, as in verl: k3 grows as exp(-x), so one token could dominate a batch.
 MAX_K3 = 10.0
+
+# Least log-prob in a divergence: above it, the gradient is exact.
+MIN_LOG_PROB = -1e4
 
 # Largest relative change of the adaptive coefficient over `horizon` rows (Ziegler et al.).
 MAX_ADAPTATION = 0.2
@@ -159,7 +165,7 @@ class KlInLoss(KlPenalty):
     ratio_weight: bool = setting(
         False,
         "Whether each token's estimate is multiplied by the ratio of new to old policy, with its gradient: "
-        "unbiased where the sampling policy is older (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).",
+        "unbiased if the sampling policy is older (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).",
     )
 
     in_loss: ClassVar[bool] = True
@@ -174,8 +180,8 @@ class KlInLoss(KlPenalty):
 class KlInReward(KlPenalty):
     """KL penalty subtracted from the reward, token by token.
 
-    The default is k1: in the reward its policy gradient is that of the true KL. As a loss its expected
-    gradient is 0.
+    The default estimator is k1: in the reward its policy gradient is that of the true KL, while in a loss its
+    expected gradient is 0.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.
     """
@@ -187,7 +193,10 @@ class KlInReward(KlPenalty):
 
 @dataclass(frozen=True)
 class Distillation(Piece, ABC):
-    """Term of a teacher in the advantage of each token, after baselines, whitening and clips of rewards."""
+    """Term of a teacher in the advantage of each token, or a loss over the teacher's most likely tokens.
+
+    The term is added after whitening and clipping.
+    """
 
     @property
     def needs_teacher(self) -> bool:
@@ -195,9 +204,14 @@ class Distillation(Piece, ABC):
         return True
 
     @property
+    def top_tokens(self) -> int:
+        """Number of the teacher's most likely tokens that a loss reads; 0 for a term in the advantages."""
+        return 0
+
+    @property
     def needs_scoring_pass(self) -> bool:
         """Whether the advantages, which precede the loss, depend on the actor's log-probs."""
-        return self.needs_teacher
+        return self.needs_teacher and not self.top_tokens
 
     @abstractmethod
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
@@ -242,10 +256,10 @@ class ReverseKl(Distillation):
         [0.5]
     """
 
-    coef: float = setting(1.0, "Weight of a nat of difference to the teacher.", at_least=0)
+    coef: float = setting(1.0, "Advantage per nat of difference to the teacher's log-prob.", at_least=0)
     clip: float | None = setting(
         None,
-        "Largest absolute value of a token's term: a token that the teacher excludes cannot dominate then.",
+        "Largest absolute value of a token's term; a token that the teacher excludes then cannot dominate.",
         unset="no bound",
         more_than=0,
     )
@@ -256,6 +270,82 @@ class ReverseKl(Distillation):
         if self.clip is None:
             return term
         return term.clamp(-self.clip, self.clip)
+
+
+@dataclass(frozen=True)
+class TopKDivergence(Distillation):
+    """Divergence of teacher and actor over the teacher's k most likely tokens, as a loss of each token.
+
+    P (teacher) and Q (actor) are the distributions of the next token, each reduced to k + 1 probabilities:
+    of the teacher's k most likely tokens, and of all other tokens together. With
+    ``M = beta P + (1 - beta) Q`` the loss is ``coef`` times
+
+    - ``forward_kl``: ``sum P log(P / Q)``
+    - ``reverse_kl``: ``sum Q log(Q / P)``
+    - ``jsd``: ``beta sum P log(P / M) + (1 - beta) sum Q log(Q / M)``
+
+    at each response token, weighted as the policy loss is. Its gradient is exact, without a sample of the
+    token. The reduction can only make a divergence smaller (data processing inequality).
+
+    Source: GKD, arXiv:2306.13649, equation 1 and section 2; reverse KL of the next token: MiniLLM,
+    arXiv:2306.08543.
+
+    Example:
+        >>> import torch
+        >>> teacher, actor = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
+        >>> round(TopKDivergence(k=2).token_loss(actor, teacher).item(), 4)
+        0.218
+    """
+
+    divergence: str = setting(
+        "forward_kl",
+        "Divergence of teacher and actor.",
+        choices=("forward_kl", "reverse_kl", "jsd"),
+    )
+    k: int = setting(
+        64,
+        "Most likely tokens of the teacher that are distinguished.",
+        unit="tokens",
+        at_least=1,
+        at_most=4096,
+    )
+    coef: float = setting(1.0, "Weight of the divergence in the loss.", at_least=0)
+    beta: float = setting(0.5, "Weight of the teacher in the mixture of jsd.", more_than=0, less_than=1)
+
+    @property
+    def top_tokens(self) -> int:
+        """Number of the teacher's most likely tokens that the loss reads."""
+        return self.k
+
+    def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+        """Return 0 for each token: the advantages have no term of the teacher."""
+        return torch.zeros_like(log_probs)
+
+    def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+        """Compute the divergence of each token [N]; both arguments are log-probs [N, k + 1] of the buckets.
+
+        ``log_probs`` of the actor carries the gradient.
+        """
+        # An impossible token has a log-prob of -1e30, whose product with a probability would hide the rest.
+        log_q = log_probs.clamp(min=MIN_LOG_PROB)
+        log_p = teacher_log_probs.clamp(min=MIN_LOG_PROB)
+        p = log_p.exp()
+        q = log_q.exp()
+        if self.divergence == "forward_kl":
+            return (p * (log_p - log_q)).sum(dim=-1)
+        if self.divergence == "reverse_kl":
+            return (q * (log_q - log_p)).sum(dim=-1)
+
+        log_m = torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
+        to_mixture = self.beta * p * (log_p - log_m) + (1 - self.beta) * q * (log_q - log_m)
+        return to_mixture.sum(dim=-1)
+
+    def checked_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+        """Run `token_loss` and check its result, which may be a user's."""
+        result = self.token_loss(log_probs, teacher_log_probs)
+        if getattr(result, "shape", None) != log_probs.shape[:1]:
+            raise wrong_result(self, "token_loss", "a tensor of one value per token", result)
+        return result
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:

@@ -40,9 +40,9 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
     """Write the pieces of an algorithm with all their settings into its configuration.
 
-    Returns the configuration, which constructs the same algorithm, and by key the reasons of the pieces that
-    the user did not choose. The value function's pieces are left out without a critic, and so is a piece of a
-    user's `Algorithm` that has neither a name nor settings.
+    Returns the configuration, which constructs the same algorithm, and the origin of each piece that the user
+    did not choose: key -> ``algorithm.name=grpo``. Without a critic, the value function's pieces are omitted.
+    So is a piece of a user's `Algorithm` that has neither a name nor settings.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -62,9 +62,10 @@ def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dic
 
 
 def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
-    """Return a piece as a configuration writes it: its name, or a mapping of name and settings.
+    """Return the form of a piece in a configuration: its name, or a mapping of name and settings.
 
-    ``explicit`` is the value that the user wrote. None for a piece without a name and without settings.
+    ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
+    without settings.
     """
     name = _piece_name(piece, kind, explicit)
     settings: dict[str, Any] = {}
@@ -81,14 +82,14 @@ def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any
 
 
 def piece_text(value: Any) -> str:
-    """Return a piece of a resolved configuration on one line.
+    """Return a piece of a resolved configuration as one line of text.
 
     Example:
         >>> piece_text({"name": "ppo_clip", "clip_low": 0.2, "dual_clip": None})
         'ppo_clip: clip_low 0.2, dual_clip null'
     """
     if value is None:
-        return "its own"
+        return "the algorithm's own"
     if not isinstance(value, Mapping):
         return str(value)
 
@@ -101,7 +102,10 @@ def piece_text(value: Any) -> str:
 
 
 def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
-    """Return the user's path of a piece or a name of its class; None for a piece of a user's Algorithm."""
+    """Return the name or path that the user wrote for a piece, else a name of its class in the kind's table.
+
+    None for a piece of a user's `Algorithm` whose class is not in the table.
+    """
     explicit_name = explicit
     if isinstance(explicit, Mapping):
         explicit_name = explicit.get("name")
@@ -119,7 +123,7 @@ def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
 
 
 def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return the reason for a separate forward pass of the actor for the old log-probs, None without one.
+    """Return why the old log-probs need a separate forward pass of the actor, or None if they do not.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
@@ -127,7 +131,7 @@ def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
     """
     updates = config.batch.optimizer_steps * config.batch.epochs
     if updates > 1:
-        return f"a batch is trained on in {updates} optimizer steps, and only the first has the old policy"
+        return f"a batch is trained on in {updates} optimizer steps, and only the first has the old weights"
 
     if algorithm.needs_scoring_pass:
         keys = " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
@@ -175,7 +179,7 @@ def get_algorithm(
             errors.extend(single_errors(error))
     algorithm = replace(algorithm, **changes)
 
-    # The limit is a default of some settings, so it comes before their validation.
+    # Some settings default to the response limit, so set it before they are validated.
     if max_response_tokens is not None:
         algorithm = algorithm.within(max_response_tokens)
     errors.extend(algorithm.problems())
@@ -184,13 +188,34 @@ def get_algorithm(
     return algorithm
 
 
+def preference_function(loss: str, key: str) -> Any:
+    """Load the user's preference loss from a path ``file.py:function``; return None for a built-in loss.
+
+    Raises UserError if the path does not lead to a function of one argument.
+    """
+    if ":" not in loss:
+        return None
+
+    function = load_path(loss, key)
+    if not callable(function) or isinstance(function, type):
+        raise UserError(
+            f"{loss} is not a function",
+            where=key,
+            expected="a function(pairs), which returns one number per pair",
+            got=f"{loss}, of type {type(function).__name__}",
+            fix="define a function def NAME(pairs): ... and use its name",
+        )
+    _check_call(function, ("pairs",), f"{loss}(pairs)", key)
+    return function
+
+
 def _load_algorithm(name: str) -> Algorithm:
     """Return the algorithm of a name or path; raise UserError for any other value."""
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
 
-    # A path separates its file or module from the name in it by a colon.
+    # A path has the form FILE:NAME or MODULE:NAME.
     if ":" not in name:
         raise _unknown_name("algorithm", name, ALGORITHMS, key)
 
@@ -296,7 +321,7 @@ def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserEr
         settings = ", ".join(name.partition(".")[0] for name in error.below)
         expected += f"; or one of {settings}"
     return UserError(
-        f"`{error.path}` is no setting of `{piece}`",
+        f"`{error.path}` is not a setting of `{piece}`",
         where=error.where,
         expected=expected,
         got=f"`{error.key}` with `{piece}`",
@@ -325,9 +350,9 @@ def _unknown_name(
 
 
 def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piece]:
-    """Return the piece, or the class of pieces, of a user's object; raise UserError for the wrong form.
+    """Convert a user's piece, class or function to a piece or a class of pieces; raise UserError otherwise.
 
-    ``path`` names the object in errors; ``key`` is the configuration's key that it was written at.
+    ``path`` names the object in errors; ``key`` is its key in the configuration.
     """
     # A piece has its settings already; a class gets them from the configuration.
     if isinstance(value, kind.base):
@@ -358,7 +383,7 @@ def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"
 
-    # A class with abstract methods cannot be constructed, whatever its base class.
+    # A class with abstract methods cannot be constructed, even if its base class is the right one.
     abstract_methods = sorted(getattr(user_class, "__abstractmethods__", ()))
     if abstract_methods:
         raise UserError(
@@ -370,14 +395,15 @@ def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
         )
     if not issubclass(user_class, kind.base):
         raise UserError(
-            f"{path} is of another kind",
+            f"{path} is not derived from the base class of this key",
             where=key,
             expected=expected,
             got=got,
             fix=f"derive it from {_base_name(kind)}",
         )
 
-    # The decorator is inherited in effect but not for new annotations: these would be plain class attributes.
+    # A subclass of a dataclass is a dataclass, too, but without the decorator its new annotations are plain
+    # class attributes.
     annotations = vars(user_class).get("__annotations__", {})
     setting_names = {name for name, hint in annotations.items() if "ClassVar" not in str(hint)}
     if not is_dataclass(user_class) or setting_names - {item.name for item in fields(user_class)}:
@@ -411,7 +437,7 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
             where=key,
             expected=call,
             got=f"{signature}: {error}",
-            fix=f"let it take {', '.join(arguments)}",
+            fix=f"give it the parameters {', '.join(arguments)}",
         ) from error
 
 

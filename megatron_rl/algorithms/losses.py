@@ -10,7 +10,7 @@ A loss is neither summed nor averaged here: aggregation, mismatch correction and
 - On the mini-batch: clip-cov and kl-cov preserve entropy by a different loss on the few tokens that reduce it
   most. The selection is made once per mini-batch, from the old policy's log-probs, and stored in
   `TrainBatch.selected`. Losses thus stay exact under any split into micro-batches. In the first mini-batch of
-  a step this is the published selection; in later ones that would use the slightly newer policy.
+  a step this equals the published selection; in later ones the publication uses the slightly newer policy.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_rl.types import TrainBatch
 
 
+# Result that `token_loss` must return, for error texts.
 _EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N], neither summed nor averaged"
 
 
@@ -50,21 +51,21 @@ class PolicyLoss(Piece, ABC):
 
     A micro-batch contains complete rows, so a sum over a row is exact in `token_loss`. Statistics over
     several rows are not: they would depend on the split into micro-batches, which must not change the
-    gradient. A loss that needs such statistics takes them in `select`, from the complete mini-batch.
+    gradient. A loss that needs such statistics computes them in `select`, from the complete mini-batch.
     """
 
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus that is subtracted from the loss.")
     opsm_delta: float | None = setting(
         None,
         "Off-policy sequence masking: responses with A < 0 do not count if the policy has drifted from them "
-        "by more nats per token since they were sampled.",
+        "by more than this many nats per token since they were sampled.",
         unset="off",
     )
 
     top_entropy: float | None = setting(
         None,
-        "Share of the batch's response tokens that have a policy loss, those of highest entropy of the old "
-        "policy; the mean still counts the others (0.2 in arXiv 2506.01939).",
+        "Share of the batch's response tokens that have a policy loss: those at which the old policy has the "
+        "highest entropy. The mean still counts the others (0.2 in arXiv 2506.01939).",
         unset="all tokens",
         more_than=0,
         at_most=1,
@@ -76,15 +77,15 @@ class PolicyLoss(Piece, ABC):
     )
     log_ratio_of: str = setting(
         "response",
-        "What has a squared log ratio: each response, by the sum over its tokens (Kimi k1.5, arXiv "
-        "2501.12599, equation 3, with tau twice this weight), or each token by itself.",
+        "Unit of the squared log ratio: each response, by the sum over its tokens (Kimi k1.5, arXiv "
+        "2501.12599, equation 3, with tau twice this weight), or each token.",
         choices=("response", "token"),
     )
 
     weighs_by_ratio: ClassVar[bool] = True
-    """Whether the loss includes the ratio of new to old policy. If not, bypass mode weights the loss."""
+    """Whether the loss includes the ratio of new to old policy. If not, bypass mode adds it as a weight."""
     follows_rollout: ClassVar[bool] = False
-    """Whether that ratio is to the sampling policy, so that a correction weight would apply it twice."""
+    """Whether the loss includes the ratio to the sampling policy, which a correction weight would repeat."""
 
     @property
     def needs_scoring_pass(self) -> bool:
@@ -145,10 +146,11 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
-    """Compute the squared log ratio [N] of ``log_ratio_of``, 0 outside the mask.
+    """Compute the squared log ratio of new to old policy at each token: [N], 0 outside the mask.
 
-    Of a response it is the square of the sum over its tokens, distributed over them in equal parts: a sum
-    over the row is then the square, whatever its length. ``log_probs`` [N] carries the gradient.
+    With ``log_ratio_of`` "token" it is that of the token. With "response" it is the squared sum over the
+    response, divided equally among its tokens, so that the sum over a row is this square for any length.
+    ``log_probs`` [N] carries the gradient.
 
     Source: Kimi k1.5, arXiv:2501.12599, equation 3.
 
@@ -159,12 +161,13 @@ def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) ->
     """
     mask = micro.response_mask
     (old_log_probs,) = fields_of(micro, "old_log_probs")
-    ratios = torch.where(mask, log_ratio(log_probs, old_log_probs), 0)
+    log_ratios = torch.where(mask, log_ratio(log_probs, old_log_probs), 0)
     if loss.log_ratio_of == "token":
-        return ratios.square()
-    counts = ragged.row_sums(mask.to(ratios.dtype), micro.lengths).clamp(min=1)
-    rows = ragged.row_sums(ratios, micro.lengths).square() / counts
-    return torch.where(mask, ragged.broadcast_rows(rows, micro.lengths, len(mask)), 0)
+        return log_ratios.square()
+
+    counts = ragged.row_sums(mask.to(log_ratios.dtype), micro.lengths).clamp(min=1)
+    row_values = ragged.row_sums(log_ratios, micro.lengths).square() / counts
+    return torch.where(mask, ragged.broadcast_rows(row_values, micro.lengths, len(mask)), 0)
 
 
 LOW_MEANING = "The ratio is clipped below 1 - clip_low."
@@ -392,7 +395,7 @@ class ValueLoss(Piece, ABC):
 class ClippedValueLoss(ValueLoss):
     """Clipped squared error, ``coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)`` per token.
 
-    With ``clip`` None only the first term is left. ``coef`` 0.5 makes it half the squared error.
+    With ``clip`` None the loss is only the first term. ``coef`` 0.5 makes it half the squared error.
 
     Source: OpenAI baselines' PPO2; defaults of verl.
 
@@ -411,7 +414,7 @@ class ClippedValueLoss(ValueLoss):
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]; the indicator marks a larger loss of the clipped value."""
+        """Compute the loss of every token [N]; the indicator marks tokens whose clipped error is larger."""
         unclipped_error = (values - returns) ** 2
         if self.clip is None:
             no_token = torch.zeros_like(values, dtype=torch.bool)
@@ -510,9 +513,9 @@ class Topr(PolicyLoss):
     """Tapered off-policy REINFORCE: plain for good responses, weighted by the capped ratio for bad ones.
 
     Tokens with A > 0: ``l = -A log_prob``. Others: ``l = -sg[min(R_i, 1)] A log_prob`` with the response's
-    full ratio to its sampling policy, of any age:
-    ``R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. Stable off policy without a KL term; on
-    policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
+    full ratio to its sampling policy, however old that is:
+    ``R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. The loss is stable off policy without a
+    KL term; on policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
 
     Source: TOPR, arXiv:2503.14286 (canonical tapers a+ = b+ = 1, a- = 0, b- = 1).
 
@@ -539,9 +542,9 @@ class Vespo(PolicyLoss):
     """Policy gradient with a smooth weight of the response's full importance ratio, without a clip.
 
     ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the ratio of the response
-    to its sampling policy, of any age, ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On
-    policy the weight is 1; it is largest at ``W = power / decay`` and falls to 0 for responses that the
-    policy no longer gives, and for those it has become far more likely to give. ``power`` and ``decay`` are
+    to its sampling policy, however old, ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On
+    policy the weight is 1. It is largest at ``W = power / decay`` and falls to 0 for responses that have
+    become far less likely, and for those that have become far more likely. ``power`` and ``decay`` are
     ``*_positive`` for A >= 0 and ``*_negative`` otherwise.
 
     Source: VESPO, arXiv:2602.10693 (the weights of its code and of TRL).
@@ -638,8 +641,8 @@ FRACTION_MEANING = "Share of the mini-batch's tokens that is selected, at least 
 class ClipCov(PolicyLoss):
     """PPO's clipped loss without dual clip, and no loss on the selected tokens.
 
-    Selected are max(floor(fraction * tokens), 1) tokens, drawn at random of those with
-    ``covariance_low < covariance < covariance_high``; if fewer qualify, all of them.
+    `select` draws max(floor(fraction * tokens), 1) tokens at random from those with
+    ``covariance_low < covariance < covariance_high``; if fewer qualify, it selects all of them.
 
     Source: arXiv:2505.22617, Clip-Cov.
 
@@ -661,7 +664,7 @@ class ClipCov(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
-        # Without dual clip: the paper changes PPO's loss on the selected tokens alone.
+        # Without dual clip: the paper changes PPO's loss only on the selected tokens.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
             clip_high=self.clip_high,
@@ -690,8 +693,8 @@ class ClipCov(PolicyLoss):
 class KlCov(PolicyLoss):
     """Unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
 
-    Selected are the max(floor(fraction * tokens), 1) tokens of largest covariance, ties in order of position.
-    The paper has ``coef`` 1, verl's configuration 0.1.
+    `select` returns the max(floor(fraction * tokens), 1) tokens of largest covariance, ties in order of
+    position. The paper has ``coef`` 1, verl's configuration 0.1.
 
     Source: arXiv:2505.22617, KL-Cov.
 
@@ -726,16 +729,17 @@ class KlCov(PolicyLoss):
             return selected
 
         # Stable, so that every rank selects the same of several tokens with equal covariance.
-        ranked = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
+        ranking = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
         count = max(int(self.fraction * token_count), 1)
-        selected[ranked[:count]] = True
+        selected[ranking[:count]] = True
         return selected
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Compute each token's term of Cov(log_prob, A): ``(log_prob - mean) (A - mean)``, [N], 0 outside mask.
+    """Compute each token's term of Cov(log_prob, A), ``(log_prob - mean) (A - mean)``: [N].
 
-    Means are over the masked-in tokens. The entropy of the policy falls at the rate of this covariance.
+    It is 0 outside ``mask``, and means are over the masked-in tokens. The entropy of the policy falls at the
+    rate of this covariance.
 
     Source: The Entropy Mechanism, arXiv:2505.22617.
 

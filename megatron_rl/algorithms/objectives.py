@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.correction import mismatch_metrics
 from megatron_rl.algorithms.estimation import AlgorithmState
+from megatron_rl.algorithms.kl import TopKDivergence
 from megatron_rl.algorithms.losses import (
     TokenLoss,
     checked_loss,
@@ -29,6 +30,7 @@ def policy_objective(
     log_probs: Tensor,
     entropy: Tensor,
     state: AlgorithmState | None = None,
+    bucket_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute the policy loss of a micro-batch of complete rows, and its metrics.
 
@@ -38,6 +40,8 @@ def policy_objective(
     (for imitation) u, and the mismatch correction c. Losses and gradients of the micro-batches of a
     mini-batch therefore add up to the mini-batch's for any split. ``state`` holds an adaptive KL coefficient.
     If ``micro`` has no old log-probs, this is the first update from its batch, and they equal ``log_probs``.
+    ``bucket_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's most likely tokens and
+    of all others together, which a distillation's loss reads.
 
     The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
     token-mean and seq-mean-token-mean). ``policy/kl`` is the mean of old minus new log-probs.
@@ -75,6 +79,13 @@ def policy_objective(
         total = total + kl_coef * kl_loss
         sums["policy/kl_loss"] = (kl_loss, weight_sum)
 
+    # Divergence from the teacher over its most likely tokens.
+    distillation = algorithm.distillation
+    if isinstance(distillation, TopKDivergence):
+        divergence, teacher_sums = _teacher_divergence(distillation, micro, bucket_log_probs)
+        total = total + distillation.coef * divergence
+        sums |= teacher_sums
+
     # Penalty on the distance from the old policy.
     if algorithm.policy_loss.log_ratio_coef:
         penalty = squared_log_ratio(algorithm.policy_loss, micro, log_probs)
@@ -96,6 +107,31 @@ def policy_objective(
     return total, metrics + Metrics.of_tensors(sums)
 
 
+def _teacher_divergence(
+    distillation: TopKDivergence,
+    micro: TrainBatch,
+    bucket_log_probs: Tensor | None,
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Compute the weighted sum of the divergence from the teacher, and the sums of its metrics."""
+    (teacher_log_probs,) = fields_of(micro, "teacher_top_log_probs")
+    if bucket_log_probs is None:
+        raise ValueError("the distillation needs the actor's log-probs of the teacher's most likely tokens")
+
+    mask = micro.response_mask
+    token_loss = distillation.checked_loss(bucket_log_probs, teacher_log_probs)
+    divergence = (micro.loss_weights * torch.where(mask, token_loss, 0)).sum()
+
+    # Probability of all tokens outside the teacher's k most likely ones.
+    token_count = mask.sum()
+    teacher_rest = torch.where(mask, teacher_log_probs[:, -1].exp(), 0).double().sum()
+    actor_rest = torch.where(mask, bucket_log_probs.detach()[:, -1].exp(), 0).double().sum()
+    return divergence, {
+        "distillation/loss": (divergence, micro.loss_weights.sum()),
+        "distillation/teacher_rest": (teacher_rest, token_count),
+        "distillation/actor_rest": (actor_rest, token_count),
+    }
+
+
 def value_objective(
     algorithm: Algorithm,
     micro: TrainBatch,
@@ -103,8 +139,8 @@ def value_objective(
 ) -> tuple[Tensor, Metrics]:
     """Compute the critic's loss of a micro-batch, and its metrics; ``values`` [N] carries the gradient.
 
-    The loss is the algorithm's `ValueLoss` weighted by ``value_weights``, exact under any split like
-    `policy_objective`.
+    The loss is the algorithm's `ValueLoss` weighted by ``value_weights``. Like `policy_objective`, it is
+    exact under any split into micro-batches.
     """
     micro = micro.to(values.device)
     mask = micro.response_mask
@@ -160,7 +196,7 @@ def _corrected_loss(
     elif micro.correction is not None:
         loss = loss * micro.correction
 
-    # Off-policy sequence masking: bad responses that the policy has left behind.
+    # Off-policy sequence masking: no loss on bad responses that the policy no longer produces.
     delta = policy_loss.opsm_delta
     if delta is not None:
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
@@ -186,11 +222,11 @@ def _bypass_correction(
     micro: TrainBatch,
     log_probs: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
-    """Compute loss weights [N] of the policy in training against the rollout, and mismatch metrics.
+    """Compute loss weights [N] that correct the current policy against the rollout's, and mismatch metrics.
 
     Bypass mode has no recomputed old policy: the old policy is the rollout. A loss with a ratio already
     includes the importance weight, so only a loss without ratio is weighted. Rejection applies to every loss,
-    as weight 0. The weights are None without a correction.
+    as weight 0. The weights are None if no correction is configured.
     """
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     rows = (micro.response_mask, micro.lengths)

@@ -36,7 +36,7 @@ else:
 MAX_LOG_RATIO = 20.0
 """Bound of the absolute value of a log ratio: exp(20) = 4.9e8 is finite in float32, and so is its square."""
 
-# Longest text of a wrong result in an error: a printed tensor can fill a screen.
+# Characters of a wrong result that an error quotes: a printed tensor can fill a screen.
 _MAX_RESULT_TEXT = 200
 
 
@@ -52,7 +52,7 @@ class Piece:
 
     def problems(self, path: str) -> Iterator[UserError]:
         """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
-        # First each setting by itself, then the settings against each other.
+        # First each setting alone, then combinations of settings.
         for item in fields(self):
             error = setting_of(item).error(f"{path}.{item.name}", getattr(self, item.name))
             if error is not None:
@@ -70,7 +70,7 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with defaults that depend on the longest response filled in."""
+        """Return the piece with the unset settings that it derives from the response limit in tokens."""
         return self
 
 

@@ -6,6 +6,7 @@ chosen then rejected, with loss weights of ``seq-mean-token-sum``; a pair is nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,33 @@ from torch.nn.functional import logsigmoid
 
 from megatron_rl.algorithms.objectives import mask_tokens
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class PreferencePairs:
+    """Log-probs of P pairs of responses, as a user's preference loss reads them.
+
+    Example: DPO is ``-logsigmoid(pairs.beta * (pairs.chosen - pairs.ref_chosen - pairs.rejected +
+    pairs.ref_rejected))``.
+    """
+
+    chosen: Tensor
+    """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
+    rejected: Tensor
+    """[P], the same of the other responses."""
+    ref_chosen: Tensor
+    """[P], the reference's log-probs of the preferred responses."""
+    ref_rejected: Tensor
+    """[P], the same of the other responses."""
+    chosen_tokens: Tensor
+    """[P], number of response tokens of the preferred responses."""
+    rejected_tokens: Tensor
+    """[P], the same of the other responses."""
+    beta: float
+    """The setting `preference.beta`."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +54,15 @@ class PreferenceSettings:
     kind: str = "sigmoid"
     """``sigmoid``, ``robust``, ``hinge``, ``ipo`` or ``simpo``; see `dpo_loss` and `simpo_loss`."""
     beta: float = 0.1
-    """Strength: 0.1 in DPO (arXiv:2305.18290, section 6) and in TRL's IPO, 2.0 in SimPO's code."""
+    """Scale of the implicit reward: 0.1 in DPO (arXiv:2305.18290, section 6) and TRL's IPO, 2.0 in SimPO."""
     label_smoothing: float = 0.0
     """Assumed fraction of flipped labels (``sigmoid``, ``robust``)."""
     margin: float = 0.5
     """SimPO's gamma (arXiv:2405.14734; 0.5 in its authors' code)."""
     sft_coef: float = 0.0
     """Weight of the chosen response's mean negative log-likelihood, added to the loss."""
+    function: Callable[[PreferencePairs], Tensor] | None = None
+    """A user's loss per pair [P], in place of that of ``kind``."""
 
 
 def bradley_terry_loss(
@@ -63,8 +91,9 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute a DPO loss per pair [P] from the responses' summed log-probs, for ``ipo`` their token means.
+    """Compute a DPO loss per pair [P] from the log-probs of both responses.
 
+    The arguments [P] are sums over the response's tokens; for ``ipo`` they are means over the tokens.
     With ``h = (chosen - ref_chosen) - (rejected - ref_rejected)`` and e = ``label_smoothing``:
 
     - ``sigmoid``: ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`` (DPO, arXiv:2305.18290,
@@ -128,7 +157,7 @@ def dpo_objective(
 ) -> tuple[Tensor, Metrics]:
     """Compute the DPO loss of a micro-batch of complete pairs, and its metrics.
 
-    ``log_probs`` [N] with gradient. Every row must have a response token.
+    ``log_probs`` [N] carries the gradient. Every row must have a response token.
     """
     micro = micro.to(log_probs.device)
     mask = micro.response_mask
@@ -148,7 +177,7 @@ def dpo_objective(
         chosen_rewards = settings.beta * chosen_log_probs.detach()
         rejected_rewards = settings.beta * rejected_log_probs.detach()
     else:
-        # Reduce the reference's log-probs as the policy's.
+        # Reduce the reference's log-probs in the same way as the policy's.
         if micro.ref_log_probs is None:
             raise ValueError("DPO needs ref_log_probs")
         ref_log_probs = torch.where(mask, micro.ref_log_probs, 0).to(row_log_probs.dtype)
@@ -156,15 +185,28 @@ def dpo_objective(
         if per_token:
             ref_row_log_probs = ref_row_log_probs / token_counts
         ref_chosen, ref_rejected = _split_pairs(ref_row_log_probs)
-        loss = dpo_loss(
-            chosen_log_probs,
-            rejected_log_probs,
-            ref_chosen,
-            ref_rejected,
-            beta=settings.beta,
-            kind=settings.kind,
-            label_smoothing=settings.label_smoothing,
-        )
+        if settings.function is not None:
+            chosen_tokens, rejected_tokens = _split_pairs(token_counts)
+            pairs = PreferencePairs(
+                chosen_log_probs,
+                rejected_log_probs,
+                ref_chosen,
+                ref_rejected,
+                chosen_tokens,
+                rejected_tokens,
+                settings.beta,
+            )
+            loss = _users_loss(settings.function, pairs)
+        else:
+            loss = dpo_loss(
+                chosen_log_probs,
+                rejected_log_probs,
+                ref_chosen,
+                ref_rejected,
+                beta=settings.beta,
+                kind=settings.kind,
+                label_smoothing=settings.label_smoothing,
+            )
         # DPO's implicit rewards, for the metrics.
         chosen_rewards = settings.beta * (chosen_log_probs - ref_chosen).detach()
         rejected_rewards = settings.beta * (rejected_log_probs - ref_rejected).detach()
@@ -172,12 +214,29 @@ def dpo_objective(
     # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
-    # A loss of the margin alone lets both log-probs of a pair fall; this term counteracts that.
+    # The preference loss depends only on the difference of the two log-probs, so both may fall. This term
+    # counteracts that.
     if settings.sft_coef:
         chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
         total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
 
     return total, _pair_metrics("dpo", total, weights, chosen_rewards, rejected_rewards)
+
+
+def _users_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
+    """Call a user's loss; raise UserError unless it returns one number per pair."""
+    loss = function(pairs)
+    # A scalar would broadcast in the weighted sum and give a wrong gradient without an error.
+    if getattr(loss, "shape", None) != pairs.chosen.shape:
+        got = f"{type(loss).__name__} of shape {list(getattr(loss, 'shape', ()))}"
+        raise UserError(
+            "the preference loss returned a value of the wrong form",
+            where="preference.loss",
+            expected=f"a tensor with one number per pair, [{len(pairs.chosen)}]",
+            got=got,
+            fix="return the loss of each pair, neither summed nor averaged",
+        )
+    return loss
 
 
 def reward_model_objective(
@@ -189,9 +248,9 @@ def reward_model_objective(
     """Compute the Bradley-Terry loss of a micro-batch of complete pairs, and its metrics.
 
     ``values`` [N] are the reward model's outputs with gradient; a response's reward is the output at its last
-    response token. Every row must have one.
+    response token. Every row must have a response token.
     """
-    # The output at the last token alone has seen the complete response.
+    # Only the output at the last token depends on the complete response.
     micro = micro.to(values.device)
     rewards = mask_tokens(values, micro.response_mask)[_last_tokens(micro)]
     chosen_rewards, rejected_rewards = _split_pairs(rewards)
@@ -216,14 +275,17 @@ def _split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair_weights(micro: TrainBatch) -> Tensor:
-    """Add up the loss weights of a pair's two rows, each constant over its tokens: [P], 1 in total."""
-    # The weight is the same on all tokens of a row, so the last one's is the row's.
+    """Add up the loss weights of each pair's two rows: [P]; they sum to 1 over a complete mini-batch."""
+    # All tokens of a row have the same weight, so the last token's weight is the row's.
     chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_tokens(micro)])
     return chosen_weights + rejected_weights
 
 
 def _last_tokens(micro: TrainBatch) -> Tensor:
-    """Return the position in [N] of each row's last response token: [B]; raise ValueError without one."""
+    """Return the position in [N] of each row's last response token: [B].
+
+    Raises ValueError for a row without a response token.
+    """
     last = last_masked_token(micro.response_mask, micro.lengths)
     if bool((last < 0).any()):
         raise ValueError("a row of a preference pair has no response token")
@@ -238,7 +300,7 @@ def _pair_metrics(
     rejected_rewards: Tensor,
 ) -> Metrics:
     """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``."""
-    # On the device like the sums, so that merging the metrics does not read it.
+    # A tensor on the device, like the sums: merging the metrics must not wait for the device.
     pair_count = torch.tensor(len(weights), device=weights.device)
     sums = {
         "loss": (total, weights.sum()),

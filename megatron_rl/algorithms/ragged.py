@@ -24,7 +24,8 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     if not len(lengths):
         return values[:0]
 
-    # Deterministic on every device, unlike a scatter-add. Its check of the lengths would read a device.
+    # Deterministic on every device, unlike a scatter-add. `unsafe` skips a check of the lengths that would
+    # wait for the device.
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=not values.is_cpu)
 
 
@@ -35,7 +36,7 @@ def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
         >>> row_maxima(torch.tensor([-1.0, -2.0, 3.0]), torch.tensor([2, 0, 1])).tolist()
         [-1.0, 0.0, 3.0]
     """
-    # include_self=False: the 0 of the empty row must not enter the maximum of the others.
+    # include_self=False: the initial 0 must not enter the maximum of a row with tokens.
     maxima = values.new_zeros(len(lengths))
     rows = row_index(lengths, len(values))
     return maxima.scatter_reduce(0, rows, values, "amax", include_self=False)
@@ -44,7 +45,7 @@ def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
 def broadcast_rows(values: Tensor, lengths: Tensor, tokens: int | None = None) -> Tensor:
     """Repeat one value per row [B] over the row's tokens: [N].
 
-    Without the number of ``tokens``, N, it is read from the device of the lengths.
+    ``tokens`` is N; with None it is computed from ``lengths``, which waits for their device.
     """
     return torch.repeat_interleave(values, lengths, output_size=tokens)
 
@@ -70,7 +71,7 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
         >>> last_masked_token(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
         [1, -1]
     """
-    # -1 is below every position, so a token outside the mask never is the maximum of a row with others.
+    # -1 is below every position: tokens outside the mask never win against tokens inside it.
     last = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
     positions = torch.arange(len(mask), device=mask.device)
     masked_positions = torch.where(mask, positions, -1)
@@ -99,7 +100,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -
     if len(lengths):
         max_length = int(lengths.max())
 
-    # Doubling: each pass adds the sum `reach` tokens further on, if that is in the same row.
+    # Doubling: each pass adds the partial sum that starts `reach` tokens later, if it is in the same row.
     reach = 1
     while reach < max_length:
         shifted = torch.cat([values[reach:], values.new_zeros(reach)])
@@ -156,7 +157,8 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     squares = group_sums(weight * (rewards - mean) ** 2, group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
 
-    # The rounded mean of equal rewards may differ from them; divided by a tiny std that is an advantage.
+    # The rounded mean of equal rewards may differ from them. Division by a tiny standard deviation would turn
+    # that difference into an advantage.
     low, high = group_range(rewards, group, valid)
     equal = low == high
     return GroupStatistics(
@@ -173,8 +175,9 @@ def leave_one_out_statistics(
 ) -> GroupStatistics:
     """Compute the statistics of the *other* valid rows of each valid row's group: [B] each.
 
-    ``size`` is the number of other rows, ``mean`` is 0 without other rows, and ``std`` (unbiased over the
-    others) is exactly 0 if they are all equal or fewer than two. The values of invalid rows are undefined.
+    ``size`` is the number of other rows, ``mean`` is 0 without other rows, and ``std`` (unbiased, over the
+    other rows) is exactly 0 for equal rewards and for fewer than two rows. The values of invalid rows are
+    undefined.
 
     Example:
         >>> r, g = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0, 0, 0])
@@ -185,13 +188,15 @@ def leave_one_out_statistics(
     other_count = count - 1
     centred = torch.where(valid, rewards - mean, 0)
 
-    # The others' mean and squares follow from the group's: their centred sum is minus the row's own.
+    # Derive the others' mean and squares from the group's: centred rewards of a group sum to 0, so those of
+    # the others sum to minus the row's.
     other_mean = mean - centred / other_count.clamp(min=1)
     other_mean = torch.where(other_count > 0, other_mean, 0)
     squares = group_sums(centred**2, group) - centred**2 * count / other_count.clamp(min=1)
     std = (squares / (other_count - 1).clamp(min=1)).clamp(min=0).sqrt()
 
-    # Largest and smallest reward of the others: the group's second one if the row itself has the first.
+    # Largest (smallest) reward of the others: the group's second largest (smallest) if the row itself has the
+    # largest (smallest).
     group_max, second_max = group_top2(rewards, group, valid)
     negated_min, negated_second_min = group_top2(-rewards, group, valid)
     group_min = -negated_min

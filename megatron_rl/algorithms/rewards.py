@@ -1,8 +1,8 @@
 """Reward shaping [B], overlong penalty, imitation of good responses, and DAPO's dynamic sampling.
 
 ``valid`` [B] marks rows with a usable reward; the rewards of other rows are not read, enter no statistic and
-come back as 0. For dynamic sampling this module only decides: which groups are informative, and how many more
-prompts to sample. The trainer generates them.
+are returned as 0. For dynamic sampling this module only computes which groups are informative, and how many
+more prompts to sample. The trainer generates their responses.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RunningMoments(NamedTuple):
 class RewardShaping(Piece):
     """Scaling, shift, clipping, normalisation and smoothing of rewards, in this order.
 
-    Normalisation is by this batch, or by running moments that already include it. Smoothing is towards the
-    running mean of the clipped rewards, or towards 0 after normalisation.
+    Normalisation uses the moments of this batch, or running moments that already include it. Smoothing moves
+    rewards towards the running mean of the clipped rewards, or towards 0 after normalisation.
     """
 
     scale: float = setting(1.0, "Factor of the reward.")
@@ -93,7 +93,7 @@ class RewardShaping(Piece):
             )
 
     @property
-    def changes(self) -> bool:
+    def changes_rewards(self) -> bool:
         """Whether shaping can change a reward: any setting but ``ema_decay`` differs from its default."""
         return replace(self, ema_decay=0.99) != RewardShaping()
 
@@ -110,7 +110,7 @@ class RewardShaping(Piece):
         rewards: Tensor,
         valid: Tensor,
     ) -> RunningMoments:
-        """Update the running moments with a step's raw rewards."""
+        """Return the running moments after a step with these raw rewards [B]."""
         return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
 
     def shape(
@@ -128,7 +128,7 @@ class RewardShaping(Piece):
         shaped = self.scaled(values, valid)
         samples = self.scaled(rewards, valid)[valid]
 
-        # Mean of the rewards at this point, which smoothing moves them to: 0 after normalisation.
+        # Mean of the rewards at this point, towards which smoothing moves them: 0 after normalisation.
         mean = moments.mean
         if self.normalize == "batch" and len(samples):
             shaped = normalize(shaped, valid, float(samples.mean()), float(samples.std(correction=0)))
@@ -168,7 +168,7 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether old-policy metrics include rows that the loss excludes and the train step never runs."""
+        """Whether old-policy metrics include rows that the filter removes from the train step."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -326,7 +326,7 @@ def overlong_penalty(
 
 @dataclass(frozen=True)
 class DynamicSampling(Piece):
-    """Policy for groups without a gradient (equal rewards): kept, or replaced in further sampling rounds."""
+    """Handling of groups without a gradient (equal rewards): kept, or replaced in further sampling rounds."""
 
     @property
     def further_rounds(self) -> int:
@@ -390,8 +390,8 @@ def count_groups(rows: Tensor, group: Tensor) -> int:
 def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[int]:
     """Return the rows of the first ``group_count`` informative groups, in order of first appearance.
 
-    If fewer groups are informative, their rows are returned. ``informative`` [B] bool is constant over a
-    group.
+    If fewer groups are informative, the rows of all of these are returned. ``informative`` [B] bool is
+    constant over a group.
 
     Example:
         >>> take_groups(torch.tensor([True, False, True, True]), torch.tensor([5, 6, 7, 5]), 1)
@@ -418,8 +418,8 @@ def prompts_to_sample(
     """Return the number of prompts to sample for ``required`` informative groups, 0 if there are enough.
 
     ``informative`` of the ``sampled`` groups so far were informative. The number of groups still needed is
-    divided by that rate and rounded up; ``ceiling`` bounds one round. The rate counts half a group more, so
-    that it is positive before the first informative group.
+    divided by that rate and rounded up; ``ceiling`` bounds one round. Half a group is added to both counts,
+    so that the rate is positive before the first informative group.
 
     Example:
         >>> prompts_to_sample(64, 64, 100, ceiling=256)

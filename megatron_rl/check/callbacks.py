@@ -16,7 +16,7 @@ _KEY = "callbacks"
 
 
 def callback_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`."""
+    """Yield the errors for callbacks that cannot be loaded or lack the methods of `METHODS`."""
     for path in config.callbacks:
         try:
             load_callback(path)

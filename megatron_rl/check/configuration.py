@@ -1,8 +1,8 @@
-"""Check a whole configuration before anything is built: every error and warning at once.
+"""Check a complete configuration before anything is built, and report every error and warning together.
 
 Rules run from cheap to expensive, and a value with an error is *invalid* for the rules after it, so that one
 mistake is one error and not a cascade. The order is single values, pass-through settings, layouts and world
-size, files, and the model; meanwhile Megatron tries its own settings in another process.
+size, files, and the model. Megatron validates its own settings at the same time, in another process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron_rl.check.model.accelerator import (
     AppliedDefault,
     accelerated_roles,
     applied_defaults,
-    plain_experts,
+    plain_expert_errors,
 )
-from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
+from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapter_errors
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
     LONG_PATIENCE,
@@ -45,7 +45,7 @@ from megatron_rl.check.packages import (
     check_attention,
     logging_errors,
     missing_packages,
-    split_unimported,
+    split_import_errors,
 )
 from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
@@ -56,11 +56,12 @@ from megatron_rl.check.sizes import (
     check_lengths,
     check_memory,
     check_memory_target,
+    check_top_tokens,
     check_world,
     smallest_valid_world,
     with_gpu_memory,
 )
-from megatron_rl.check.stages import check_row_lengths
+from megatron_rl.check.stages import check_preference_loss, check_row_lengths
 from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
@@ -92,8 +93,9 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
 
 _PROVIDER_KEYS = ("model.provider", "model.weights")
+"""Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
 
-_USER_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
+_USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
@@ -106,20 +108,20 @@ class CheckReport:
 
     Attributes:
         config: The configuration, with every derived value filled in if it has no errors.
-        world_size: Number of processes that was checked.
+        world_size: Number of processes that the configuration was checked against.
         errors: Every error, each with the file and line that wrote its value.
         warnings: Settings that are valid but probably a mistake.
         origins: Key -> where its value comes from: a file, an override, a default or a derivation.
-        layouts: Role -> its layout. With errors it is None, as are the batch, the memory and the sync.
+        layouts: Role -> its layout; None with errors. Then ``batch``, ``memory`` and ``sync`` are unset too.
         batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
-        shape: Shape of the actor's model, None if not available.
+        shape: Shape of the actor's model, or None if not available.
         shapes: Role -> shape of its model.
         models: Role -> config.json of its model.
         memory: Memory of each rank in each phase.
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
-        records: Number of training records, None if they were not counted.
+        records: Number of training records, or None if they were not counted.
         data_stats: Statistics of the data sets that were read.
-        algorithm: The constructed algorithm, None for an unknown one.
+        algorithm: The constructed algorithm, or None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
         untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
@@ -151,6 +153,10 @@ class CheckReport:
             raise UserErrors(self.errors)
         return self.config
 
+    def explicit_keys(self) -> list[str]:
+        """Return the keys that a file or an override has set."""
+        return [key for key, origin in self.origins.items() if origin.kind in ("file", "override")]
+
 
 @dataclass
 class _Check:
@@ -158,15 +164,15 @@ class _Check:
 
     Attributes:
         config: The configuration that is checked.
-        launched: Number of started processes, None outside a launcher.
+        launched: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
         untried: Warnings that Megatron did not validate its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
         accelerator: Defaults that the run has because it is on accelerators.
-        elsewhere: Whether packages of this machine decide nothing, since the run will be on others.
-        derived: Reasons of values that are derived before the rules, by key.
+        elsewhere: Whether the run will be on other machines, so that packages of this one do not matter.
+        derived: Key -> reason, for values that are derived before the rules are applied.
     """
 
     config: RunConfig
@@ -187,8 +193,8 @@ class _Check:
             if not any(key == path or key.startswith(f"{path}.") for path in self.invalid):
                 self.errors.append(error)
 
-    def refuse(self, errors: Iterable[UserError]) -> None:
-        """Record errors, and mark the keys that they are about as invalid."""
+    def add_invalid(self, errors: Iterable[UserError]) -> None:
+        """Record errors, and mark their keys as invalid, so that later rules skip the values."""
         errors = list(errors)
         self.add(errors)
         self.invalid.update(error.where for error in errors if error.where)
@@ -228,9 +234,10 @@ def check_file(
     without_files: bool = False,
     elsewhere: bool = False,
 ) -> CheckReport:
-    """Load and check a configuration file, on each rank of a job; arguments as for `check_config`.
+    """Load and check a configuration file; the arguments are those of `check_config`.
 
-    ``training`` also waits longer for Megatron's answer. Raises UserErrors if the file cannot be read at all.
+    With ``training``, Megatron has `LONG_PATIENCE` to validate its settings. Raises UserErrors if the file
+    cannot be read at all.
     """
     loaded = load(Path(path), overrides, weights=training)
 
@@ -270,8 +277,8 @@ def check_config(
         training: Whether this is the check at the start of a run, on each of its ranks: files that
             ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
-        elsewhere: Whether the run will be on other machines, so that packages which this one lacks are no
-            errors: those of the run are not reported, and those of the user's code are warnings.
+        elsewhere: Whether the run will be on other machines. Packages that this machine lacks are then no
+            errors: missing packages of the run are not reported, those of the user's code are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
 
@@ -292,17 +299,18 @@ def check_config(
     origins = {key: origin for key, origin in loaded.origins.items() if job_reads(config.job, key)}
     origins |= megatron_origins
 
-    # Single values first: an invalid one hides every rule that would compare it.
+    # Single values first: no later rule is applied to an invalid value.
     check = _Check(config, world_size, tree=loaded.tree, elsewhere=elsewhere)
     check.errors.extend(loaded.errors)
     check.invalid.update(loaded.broken)
     for key, errors in megatron_errors.items():
         check.errors.extend(errors)
         check.invalid.add(key)
-    check.refuse(check_values(config))
-    check.refuse(check_memory_target(config))
+    check.add_invalid(check_values(config))
+    check.add_invalid(check_memory_target(config))
 
-    # The layers of another machine's GPUs decide memory and defaults, and are not those of this machine.
+    # The kind of layers determines memory and defaults. For a run on other GPUs, assume the layers that
+    # launch/setup.sh installs there, whichever this machine has.
     on_other_gpus = elsewhere or (config.gpu is not None and not training)
     if on_other_gpus and config.model.attention is None:
         with_attention: RunConfig = with_value(config, "model.attention", "transformer_engine")
@@ -315,10 +323,10 @@ def check_config(
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
-        check.refuse(check_engine_arguments(config.rollout.vllm))
-    check.refuse(check_paths(config))
+        check.add_invalid(check_engine_arguments(config.rollout.vllm))
+    check.add_invalid(check_paths(config))
     if not training:  # a run imports the pieces in any case
-        check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
+        check.add_invalid(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
     files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
@@ -333,7 +341,7 @@ def check_config(
 
 
 def _user_pieces(check: _Check) -> dict[str, str]:
-    """Return the user's pieces that run in training processes, ``file.py:Name`` by key."""
+    """Return the user's code that runs in training processes: key -> ``file.py:Name``."""
     pieces: dict[str, str] = {}
     for key, value in flatten(check.config).items():
         if isinstance(value, str) and ":" in value and _USER_PIECE.fullmatch(key) and check.is_valid(key):
@@ -342,9 +350,9 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 
 
 def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
-    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate.
+    """Check Megatron's settings of every role; return the keys that Megatron itself has to validate.
 
-    ``elsewhere`` if the run will be on other machines than this one.
+    ``elsewhere`` is whether the run will be on other machines.
     """
     config = check.config
 
@@ -352,12 +360,12 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.refuse(check_model_settings(settings, key, elsewhere=elsewhere))
+            check.add_invalid(check_model_settings(settings, key, elsewhere=elsewhere))
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
-            check.refuse(
+            check.add_invalid(
                 check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
             )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
@@ -365,7 +373,7 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     for plan in stage_plans(config):
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
-            check.refuse(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
+            check.add_invalid(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
 
     # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
@@ -383,6 +391,8 @@ def _check_with_inputs(
         algorithm, algorithm_errors = check_algorithm(config)
         check.add(algorithm_errors)
 
+    if config.preference is not None and check.is_valid("preference.loss"):
+        check.add(check_preference_loss(config.preference.loss))
     if check.is_valid("rollout.engine"):
         check.add(check_user_engine(config.rollout.engine))
 
@@ -395,8 +405,10 @@ def _check_with_inputs(
 
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
+    if algorithm is not None and inputs.shape is not None:
+        check.add(check_top_tokens(algorithm, inputs.shape))
     check.add(logging_errors(config))
-    # A configuration may be checked on another machine than the run's: a missing package stops the run only.
+    # The check may run on a different machine than the training: a missing package is an error only there.
     if not check.elsewhere:
         package_errors = list(missing_packages(config))
         if "model.attention" not in check.derived:
@@ -406,11 +418,11 @@ def _check_with_inputs(
         else:
             check.warnings.extend(package_errors)
 
-    # Code that imports a package which only the run's machines have.
+    # User code may import packages that only the run's machines have: such a failure is a warning here.
     if check.elsewhere:
         for errors in (check.errors, inputs.errors):
-            untried, errors[:] = split_unimported(errors)
-            check.warnings.extend(untried)
+            import_errors, errors[:] = split_import_errors(errors)
+            check.warnings.extend(import_errors)
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
@@ -418,7 +430,7 @@ def _check_with_inputs(
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **shapes}
     roles = accelerated_roles(config, layouts, shapes, training)
-    check.add(plain_experts(roles))
+    check.add(plain_expert_errors(roles))
     check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
@@ -434,9 +446,9 @@ def _check_with_inputs(
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
     if training and not files.allow_missing:
-        inputs.errors.extend(files.unmade())
+        inputs.errors.extend(files.unmade_directories())
     else:
-        inputs.warnings.extend(files.unmade())
+        inputs.warnings.extend(files.unmade_directories())
     return _report(check, inputs, origins, world, algorithm)
 
 
@@ -459,13 +471,13 @@ def _check_world_size(check: _Check) -> int:
     if world is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
         fix = "lower the parallel sizes of actor, reference and rollout"
-        check.refuse([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.add_invalid([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
         check.invalid.add("world_size")
         return 1
 
     check.warnings.append(
         UserError(
-            f"the number of processes is not stated; {world} is the smallest that fits",
+            f"the number of processes is not set; {world} is the smallest that fits",
             where="world_size",
             got="neither world_size, --world-size nor a launcher",
             fix="pass --world-size N, or write world_size: N",
@@ -513,13 +525,13 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         check.add(check_row_lengths(config, shape))
 
     # Adapters, first without and then with the model that they are on.
-    check.refuse(idle_adapters(config))
+    check.add_invalid(idle_adapter_errors(config))
     for section, lora in adapters_of(config).items():
         key = f"{section}.lora"
 
         # Only the actor's adapters are synced to the rollout engine.
         engine = config.rollout.engine if section == "actor" else None
-        check.refuse(check_lora(lora, engine, key))
+        check.add_invalid(check_lora(lora, engine, key))
         model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
         if shape is not None and model_file is not None and check.is_valid(key):
             _, settings = explicit_megatron_settings(config, section)
@@ -597,7 +609,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Return the report; a configuration without errors has derived values and plans."""
+    """Build the report; derive the remaining values and the plans only if there are no errors."""
     plans = None
     config = check.config
     if not check.errors:
@@ -605,12 +617,12 @@ def _report(
         config = plans.config
 
     # The origin of a derived section is also that of each value in it.
-    filled = {key: origins.get(key, DEFAULT) for key in flatten(config)}
+    value_origins = {key: origins.get(key, DEFAULT) for key in flatten(config)}
     if plans is not None:
         for path, reason in plans.reasons.items():
-            for key in filled:
+            for key in value_origins:
                 if key == path or key.startswith(f"{path}."):
-                    filled[key] = Origin("derived", reason)
+                    value_origins[key] = Origin("derived", reason)
 
     # Suggest names last, since each suggestion is tried on the complete configuration.
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
@@ -619,7 +631,7 @@ def _report(
         world_size=world,
         errors=tuple(_with_origin(error, origins) for error in errors),
         warnings=tuple(_with_origin(error, origins) for error in (*check.warnings, *inputs.warnings)),
-        origins=filled,
+        origins=value_origins,
         shape=inputs.shape,
         algorithm=algorithm,
         data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
@@ -648,8 +660,9 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
     piece_reasons: dict[str, str] = {}
-    is_constructed = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
-    if algorithm is not None and config.job == TRAIN and (is_constructed or not check.elsewhere):
+    # A piece of the user's that this machine cannot import is a warning, and missing from ``algorithm``.
+    has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
+    if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
         config, piece_reasons = with_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
@@ -716,7 +729,7 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Return the error with the file, line or override that wrote its value behind its key."""
+    """Append the origin of an error's value, a file and line or an override, to the key in ``where``."""
     key = error.where
     if key is None or not _KEY.fullmatch(key):
         return error

@@ -1,9 +1,9 @@
 """Rules on data sets: files that can be read, records that are valid, and rows that fit their token limits.
 
-`check` has seconds, so it samples: it reads small data sets to the end, and the first records of larger ones.
-It tokenises a sample of these records, without torch and transformers: the longest, the shortest, and others
-spread evenly. Counts exclude the special tokens that a tokenizer adds around a text, so a record that is
-reported as too long is also too long in the run.
+`check` should take seconds, so it samples: it reads small data sets to the end, and the first records of
+larger ones. It tokenises a sample of these records, without torch and transformers: the longest, the
+shortest, and others spread evenly. Counts exclude the special tokens that a tokenizer adds around a text, so
+a record that is reported as too long is also too long in the run.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ MIN_RECORDS = 200
 """Records at the start of a data set that are read, however large it is."""
 
 WHOLE_BYTES = 16 << 20
-"""Bytes of JSON lines, over all data sets, up to which they are read to the end: about a second's work."""
+"""Bytes of JSON lines, over all data sets, that `check` reads completely: about a second's work."""
 
 WHOLE_TABLE_BYTES = 4 << 20
-"""The same for Parquet and Arrow tables: fewer bytes, since they may be compressed."""
+"""Bytes of Parquet and Arrow tables that take as long to read as `WHOLE_BYTES`: they may be compressed."""
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line that is read, in bytes: without a bound, a device such as /dev/zero would fill the memory."""
@@ -93,10 +93,10 @@ CHARACTERS = 1 << 20
 """Budget of characters to tokenise, over all data sets; two records of each data set are always tokenised."""
 
 _MIN_TOKENISED_CHARACTERS = 1 << 16
-"""Smallest length at which a text is cut before it is tokenised; longer where the token limit is high."""
+"""Characters to which a text is truncated before it is tokenised; more if the token limit is high."""
 
 _EMPTY_PROMPT_CHARACTERS = 256
-"""Longest prompt that is tested for being empty after tokenisation: its characters may have no tokens."""
+"""Longest prompt, in characters, that is tested for having no tokens: a tokenizer may drop short texts."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class DataSet:
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
         reader: Reader of its records; it has the key that names the data set, and its fields.
-        limit: Most tokens of a prompt with its response, if there is one; None if that is not available.
+        limit: Largest valid number of tokens of a prompt together with its response, or of a prompt alone
+            for data without responses; None if not available.
         limited_by: The key that sets ``limit``.
     """
 
@@ -136,10 +137,10 @@ class DataPreview:
     """Records that were read of a data set.
 
     Attributes:
-        first: Values of the first valid record in the one form; of the first record as written if none is
-            valid, None for tables that cannot be read here.
-        count: Number of records of the whole data set, None if they were not counted.
-        records: The valid records that were read, in the one form.
+        first: Values of the first valid record in the form of `RecordReader`; of the first record as written
+            if none is valid; None for tables that cannot be read on this machine.
+        count: Number of records of the complete data set, or None if they were not counted.
+        records: The valid records that were read, in the form of `RecordReader`.
     """
 
     first: Mapping[str, Any] | None
@@ -154,15 +155,15 @@ class DatasetStats:
     Attributes:
         where: The key that names the data set.
         records: Number of records that were read.
-        total: Number of records of the complete data set, None if they were not counted.
+        total: Number of records of the complete data set, or None if they were not counted.
         tokenised: Number of records that were tokenised.
         longest: Tokens of the longest tokenised record.
         over: Number of tokenised records with more tokens than ``limit``.
-        limit: Largest valid number of tokens of a record, None if that is not available.
+        limit: Largest valid number of tokens of a record, or None if that is not available.
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
-        'read the first 200 of more records, counted the tokens of 64: longest 512 of 256; 1 are longer'
+        'read the first 200 of many records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
 
     where: str
@@ -175,7 +176,7 @@ class DatasetStats:
 
     def line(self) -> str:
         """Return the statistics as one sentence."""
-        records = f"the first {self.records:,} of more"
+        records = f"the first {self.records:,} of many"
         if self.records == self.total:
             records = f"all {self.total:,}"
         elif self.total is not None:
@@ -208,7 +209,7 @@ class ReadBudget:
     remaining: int = field(default_factory=lambda: WHOLE_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Reserve a data set's bytes in the budget; return the bytes to read, None for all of them."""
+        """Reserve a data set's bytes in the budget; return the bytes to read, or None for all of them."""
         # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
         size = 0
         for path in files:
@@ -224,11 +225,11 @@ class ReadBudget:
 
 
 def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
-    """Check the files and records of a data set; return the records, None if it cannot be read."""
+    """Check the files and records of a data set; return the records, or None if it cannot be read."""
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
         error = missing_error(missing_path, data_set.path)
-        files.miss(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        files.record_missing(missing_path, error.message, data_set.path, KINDS, error.fix or "")
         return None
 
     try:
@@ -262,7 +263,7 @@ def _source_paths(source: DataPath) -> list[Path]:
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, None if all do."""
+    """Return the first path of a source that does not exist, or None if all do."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
@@ -273,7 +274,7 @@ def _first_missing(source: DataPath) -> Path | None:
 def _check_records(
     data_set: DataSet, paths: Sequence[Path], files: Files, max_bytes: int | None
 ) -> DataPreview | None:
-    """Read the records of a data set; return the preview, None for an empty data set.
+    """Read the records of a data set; return the preview, or None for an empty data set.
 
     ``max_bytes`` bounds the bytes of JSON lines that are read; None reads all records.
     """
@@ -297,7 +298,7 @@ def _check_records(
     files.errors.extend(broken.values())
     if not broken:  # with wrong field names, the remarks about unread fields would mislead
         files.warnings.extend(data_set.reader.remarks())
-    files.warnings.extend(_uninstructive(data_set, records))
+    files.warnings.extend(_uninformative_warnings(data_set, records))
     if first is None and not broken:
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
@@ -363,7 +364,7 @@ def _read_lines(
                 yield error
 
 
-def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
     """Yield a warning about records whose responses give no training signal."""
     fields = data_set.responses
     if not fields:
@@ -403,7 +404,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, None if one is a table or too large to count."""
+    """Return the number of lines of all files, or None if one is a table or too large to count."""
     total = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
@@ -442,22 +443,22 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, None if it cannot be read."""
+        """Return the tokenizer, or None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, None without a template."""
+        """Return the renderer of the chat template, or None if it has no template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Return the texts of the tokens that the model's files list as ends of responses, by id."""
+        """Return id -> text for the tokens that the model's files list as ends of responses."""
         return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, None if it cannot be rendered."""
+        """Return the tokens with which the template ends turns, or None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -470,7 +471,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the texts that the template renders of conversations, None if it cannot be rendered."""
+        """Return the renderer of conversations as text, or None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
@@ -546,11 +547,11 @@ class TokenCounter:
             return
 
         data = data_set.data
-        through_template = any(uses_chat_template(record, data) for record in records)
+        uses_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
-        # The template's own problems, once for all data sets.
-        if through_template:
+        # Warn of the template itself only once for all data sets.
+        if uses_template:
             if self.chat is None:
                 return
             end_list = ", ".join(end_texts)
@@ -561,7 +562,7 @@ class TokenCounter:
             end_texts = self.chat.ends
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
-        if data_set.responses and through_template and self.thoughts_end is not None:
+        if data_set.responses and uses_template and self.thoughts_end is not None:
             warning = unclosed_thoughts_warning(
                 records, data_set.responses, data, self.thoughts_end, data_set.path
             )
@@ -577,7 +578,7 @@ class TokenCounter:
                 )
 
     def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
-        """Return the number of tokens of some records, by their index in ``records``.
+        """Return the number of tokens of a sample of records, by their index in ``records``.
 
         A record with several responses counts with its longest. The first record that cannot be rendered, or
         whose prompt has no tokens, is an error in ``files`` and ends the counting.
@@ -601,8 +602,8 @@ class TokenCounter:
                 files.errors.append(error)
                 break
 
-        # Encode all texts in one batch, which `tokenizers` does in parallel. Cut each text where it is far
-        # beyond the limit.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate texts that are
+        # far beyond the limit.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_of.values():
@@ -628,7 +629,7 @@ class TokenCounter:
     def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
-        Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
+        Each row is the prompt followed by one response; without responses it is only the prompt. Without a
         template, the texts are the contents of the messages.
         """
         data = data_set.data
@@ -678,9 +679,9 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
         selected[long_record] = None
         selected[short_record] = None
 
-    spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
-    for step in range(spread):
-        selected[step * len(sizes) // spread] = None
+    spread_records = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
+    for step in range(spread_records):
+        selected[step * len(sizes) // spread_records] = None
     yield from selected
 
 

@@ -17,17 +17,18 @@ class Files:
     Attributes:
         prepare: Directory -> the command that makes it. While the directory does not exist, a missing file
             below it is collected in ``to_be_made`` and is not an error.
-        hub: Directory -> the copy of the Hugging Face Hub that it will be, which is not complete yet. A
-            missing file below it is collected as well.
+        hub: Directory -> the Hugging Face Hub copy that is not yet downloaded to it completely. Missing files
+            below it are collected in ``to_be_made`` too.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
         warnings: Files that are valid but probably a mistake.
-        missing: Missing files, where ``allow_missing`` is set.
+        missing: Missing files, if ``allow_missing`` is set.
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 
     Example:
         >>> files = Files(prepare={"/nowhere/data": "python make_data.py"})
-        >>> files.miss(Path("/nowhere/data/train.jsonl"), "no data set", "data.train", "a file of records")
+        >>> path = Path("/nowhere/data/train.jsonl")
+        >>> files.record_missing(path, "no data set", "data.train", "a file of records")
         >>> files.errors, list(files.to_be_made.values())
         ([], [['/nowhere/data/train.jsonl (data.train)']])
     """
@@ -40,8 +41,10 @@ class Files:
     missing: list[UserError] = field(default_factory=list)
     to_be_made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
-        """Record a missing file; a file below a directory that is still to be made is no error."""
+    def record_missing(
+        self, path: Path, message: str, key: str, expected: str, fix: str | None = None
+    ) -> None:
+        """Record a missing file; it is not an error if a command will create its directory."""
         # A command in `prepare` makes this file.
         preparation = self._preparation(path)
         if preparation is not None:
@@ -60,8 +63,8 @@ class Files:
         else:
             self.errors.append(error)
 
-    def unmade(self) -> list[UserError]:
-        """Return one finding for each directory that its command has still to make."""
+    def unmade_directories(self) -> list[UserError]:
+        """Return one finding for each directory whose command has not been run yet."""
         findings: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"
@@ -78,7 +81,7 @@ class Files:
         return findings
 
     def _preparation(self, path: Path) -> tuple[str, str] | None:
-        """Return the prepared directory that is or contains ``path``, with its command."""
+        """Return the directory at or above ``path`` that a command creates, with this command; else None."""
         commands = dict(self.prepare)
         commands |= {directory: copy.command for directory, copy in self.hub.items()}
         for directory, command in commands.items():

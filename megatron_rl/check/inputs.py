@@ -38,17 +38,20 @@ from megatron_rl.check.rewards import (
     check_not_hidden,
     check_reward,
     check_servers,
+    check_teacher_server,
     contained_sections,
     evaluation_set_errors,
     filter_errors,
     function_errors,
     silent_servers,
+    silent_teacher,
 )
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import (
+    TASK_TEACHERS,
     TEACHER,
     VOCABULARY,
     explicit_model_paths,
@@ -86,19 +89,19 @@ class Inputs:
     Attributes:
         config: The configuration.
         files: Findings about files.
-        is_valid: Returns whether no value at, below or around the given keys has an error.
+        is_valid: Function that returns whether no value at, below or above the given keys has an error.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         before_run: Whether this is a check before the run. The run itself reads all data, connects to the
             servers and reports the limits that its kernel does not enforce, so its own check does not.
         errors: Errors of the inputs; ``files`` has further ones.
         warnings: Warnings of the inputs.
-        shape: Shape of the actor's model, None if not available.
+        shape: Shape of the actor's model, or None if not available.
         shapes: Role -> shape of its model, for roles whose model is not the actor's.
         roles_without_shape: Roles whose model is not the actor's and not available.
         models: Role -> config.json of its model, where one is available.
         preview: Records of the training data.
         derived_templates: Key of an unset ``chat_template`` -> the value derived from the first record.
-        uses_template: Key of a data set -> whether its prompts go through the chat template.
+        uses_template: Key of a data set -> whether its prompts are rendered with the chat template.
         tokens: Counter of tokens, None in a run.
         read_budget: Remaining bytes of data sets to read to the end.
     """
@@ -128,7 +131,7 @@ class Inputs:
 
     @cached_property
     def template(self) -> str | None:
-        """Return the source of the actor's chat template, None if not available."""
+        """Return the source of the actor's chat template, or None if not available."""
         path = Path(self.config.model.path)
         if not self.is_valid(_ACTOR_PATH) or not path.is_dir():
             return None
@@ -151,7 +154,7 @@ def check_paths(config: RunConfig) -> Iterator[UserError]:
             except OSError as error:  # any other one is reported by the rule that reads the file
                 if error.errno == errno.ENAMETOOLONG:
                     got = f"{path[:60]}... ({len(path):,} characters)"
-                    yield out_of_range(key, got, "a path that this system takes", fix=f"correct {key}")
+                    yield out_of_range(key, got, "a path that this system accepts", fix=f"correct {key}")
 
 
 def check_inputs(inputs: Inputs) -> None:
@@ -204,7 +207,7 @@ def _check_models(inputs: Inputs) -> None:
     for section, path in explicit_model_paths(config).items():
         # An error of a reward model may be about its name, which is above its path.
         key = f"{section}.path"
-        if section.startswith("reward."):
+        if spec_at(section).named:
             key = section
         if inputs.is_valid(key):
             _check_role_model(inputs, path, section)
@@ -254,6 +257,8 @@ def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
+    if inputs.config.teacher_server is not None:
+        errors += check_teacher_server(inputs.config.teacher_server)
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None
@@ -267,7 +272,7 @@ def _check_reward(inputs: Inputs) -> None:
                     where="reward.code",
                     expected="a list of {stdin, stdout}, {call, returns} or 'assert f(x) == y'",
                     got=str(error),
-                    fix="correct the data, or name the field that holds tests in data.ground_truth_field",
+                    fix="correct the data, or set data.ground_truth_field to the field with the tests",
                 )
             )
     inputs.errors.extend(errors)
@@ -282,6 +287,8 @@ def _check_reward(inputs: Inputs) -> None:
         urls = rollout.server.urls
         health_path = ENGINES[rollout.engine].health_path
     inputs.warnings.extend(silent_servers(reward, urls, health_path))
+    if inputs.config.teacher_server is not None:
+        inputs.warnings.extend(silent_teacher(inputs.config.teacher_server))
 
 
 def _check_containment(inputs: Inputs) -> None:
@@ -329,7 +336,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
-    """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
+    """Check the model at ``path``, which ``key`` names; return its shape, or None if not available."""
     # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
     shipped = _shipped_config(inputs.shipped_models, Path(path))
     file = shipped
@@ -353,9 +360,9 @@ def _role_at(key: str) -> str:
 
 
 def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
-    """Check a Hugging Face checkpoint and return its model.
+    """Check a Hugging Face checkpoint and return its model, or None if it is not available.
 
-    ``shipped`` is a config.json that has the sizes where the checkpoint is not on this machine.
+    ``shipped`` is a config.json with the sizes, for a checkpoint that is not on this machine.
     """
     if path.is_file():
         files.errors.append(
@@ -364,13 +371,13 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
                 where=key,
                 expected=_MODEL_FILES,
                 got=str(path),
-                fix="name the directory that holds the checkpoint",
+                fix="name the directory with the checkpoint",
             )
         )
         return None
     if not path.is_dir():
         fix = f"{download_command(str(path))}, or name it hf://ORGANISATION/NAME, or correct the path"
-        files.miss(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
+        files.record_missing(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
         if shipped is None or not shipped.is_file():
             return None
         return read_trainable(shipped, files.errors)
@@ -382,8 +389,8 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         model = check_model_config(config_file, files)
     else:
         expected = "a Hugging Face checkpoint directory"
-        fix = "name the directory that holds config.json"
-        files.miss(config_file, "the model has no config.json", key, expected, fix)
+        fix = "name the directory with config.json"
+        files.record_missing(config_file, "the model has no config.json", key, expected, fix)
 
     check_weights(path, key, files, model)
     vocabulary = None
@@ -393,7 +400,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
     return model
 
 
-def _only_scores(config: RunConfig, section: str) -> bool:
+def _is_untrained_reward_model(config: RunConfig, section: str) -> bool:
     """Return whether a section is a reward model that is used without training."""
     settings = role_sections(config).get(section)
     return isinstance(settings, RewardModelConfig) and settings.training is None
@@ -403,6 +410,8 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
     """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family
+
+    # A policy needs logits over tokens, a reward model that is not trained needs its scalar head.
     if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
         if model.shape.scalar_head:
             yield UserError(
@@ -412,7 +421,7 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
                 got=model.shape.name,
                 fix="name the checkpoint of a policy",
             )
-    elif _only_scores(config, section) and not model.shape.scalar_head:
+    elif _is_untrained_reward_model(config, section) and not model.shape.scalar_head:
         yield UserError(
             f"{key} is a policy, which has no reward head",
             where=key,
@@ -440,7 +449,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
     # The actor's own files need no second check.
     is_starting_model = path == starting_model(inputs.config)
-    if is_starting_model and not _only_scores(inputs.config, section):
+    if is_starting_model and not _is_untrained_reward_model(inputs.config, section):
         return
     key = f"{section}.path"
     shape = _check_model(inputs, path, key)
@@ -451,15 +460,15 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
     # Roles exchange tokens as ids, so their vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
-    if spec_at(section) is TEACHER:
-        inputs.errors.extend(_teacher_token_errors(inputs, Path(path)))
+    if spec_at(section) in (TEACHER, TASK_TEACHERS):
+        inputs.errors.extend(_teacher_token_errors(inputs, Path(path), key))
         # Models of one family pad the same vocabulary to other sizes: Qwen2.5 from 7B on, for example.
         if actor_shape is not None and shape.vocab > actor_shape.vocab:
             return
     if actor_shape is not None and shape.vocab != actor_shape.vocab:
         inputs.errors.append(
             UserError(
-                f"the {section} has another vocabulary than the model",
+                f"the {section} and the model have different vocabularies",
                 where=key,
                 expected=f"{actor_shape.vocab} tokens",
                 got=f"{shape.vocab} tokens",
@@ -468,8 +477,8 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
         )
 
 
-def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
-    """Yield the error for a teacher whose tokenizer gives other ids to texts than the actor's."""
+def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[UserError]:
+    """Yield the error for a teacher whose tokenizer has different ids for the actor's tokens."""
     # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
     # teacher may have further tokens.
     actor_ids = token_ids(Path(inputs.config.model.path))
@@ -479,8 +488,8 @@ def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
         return
     example = different[0]
     yield UserError(
-        "the teacher has another tokenizer than the model",
-        where=f"{TEACHER.section}.path",
+        "the teacher and the model have different tokenizers",
+        where=key,
         expected=f"the {len(actor_ids)} tokens of {inputs.config.model.path} with their ids",
         got=f"{len(different)} that differ, such as {example!r}: {teacher_ids.get(example)} "
         f"in place of {actor_ids[example]}",
@@ -489,14 +498,14 @@ def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
 
 
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
-    """Check a data set's records, template and tokens; return its records, None if it cannot be read."""
+    """Check a data set's records, template and tokens; return its records, or None if it cannot be read."""
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
     data = data_set.data
     first = preview.first
 
-    # Tools are optional in a record, so a misspelled field is only seen by its absence from the first.
+    # Tools are optional in a record, so a misspelled field name only shows as a field that records lack.
     tools_key = data.setting_of("tools_field")
     if data.tools_field is not None and data.tools_field not in first:
         inputs.warnings.append(
@@ -537,10 +546,10 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the error for sources that differ in whether their prompts go through the chat template.
+    """Yield the error if some sources use the chat template and others do not.
 
-    Only the first source that differs from the first one of all is reported. Sources that cannot be read have
-    errors of their own.
+    Only the first source that differs from the very first one is reported. Sources that cannot be read are
+    skipped: other rules report them.
     """
     first_source: str | None = None
     first_uses_template = False
@@ -566,22 +575,23 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
     if training is None:
         return
-    training_uses = inputs.uses_template[training]
+    training_uses_template = inputs.uses_template[training]
+
     descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     for key, uses_template in inputs.uses_template.items():
-        if key.startswith("evaluation.") and uses_template is not training_uses:
-            setting = f"{key.removesuffix('.data')}.chat_template={str(training_uses).lower()}"
+        if key.startswith("evaluation.") and uses_template is not training_uses_template:
+            setting = f"{key.removesuffix('.data')}.chat_template={str(training_uses_template).lower()}"
             yield UserError(
                 "an environment continues all conversations in one way, and the data has two",
                 where=key,
-                expected=f"{descriptions[training_uses]}, as {training}",
+                expected=f"{descriptions[training_uses_template]}, as {training}",
                 got=descriptions[uses_template],
                 fix=f"set {setting}, or convert the set",
             )
 
 
 def _run_dir_errors(path: Path) -> Iterator[UserError]:
-    """Yield the error for a run folder that cannot be made or written, tried with a temporary folder."""
+    """Yield the error for a run folder that cannot be created or written."""
     problem = _run_dir_problem(path)
     if problem is not None:
         yield UserError(
@@ -594,7 +604,7 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 
 def _run_dir_problem(path: Path) -> str | None:
-    """Return why a run folder cannot be made at ``path``, None if it can."""
+    """Return why a run folder cannot be created at ``path``, or None if it can."""
     existing = path
 
     # Find the nearest existing parent, in which the missing folders would be made.

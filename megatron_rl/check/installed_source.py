@@ -66,7 +66,8 @@ class InstalledField:
 def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
     """Return the annotated fields of classes by field name; each class is (module, name).
 
-    None if a module is not installed or does not define the class, as in another version of the package.
+    Returns None if a module is not installed or does not define the class, as in another version of the
+    package.
     """
     fields: dict[str, InstalledField] = {}
     for module, class_name in classes:
@@ -97,7 +98,10 @@ def table_names(module: str, table: str) -> list[str] | None:
 def field_error(
     section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
 ) -> UserError | None:
-    """Return the error for a pass-through setting whose name or type the class ``owner`` does not have."""
+    """Return the error for a pass-through setting that is not a field of ``owner``, or has the wrong type.
+
+    Returns None for a valid setting. ``installed`` are the fields of the class, ``owner`` is its name.
+    """
     path = f"{section}.{name}"
     got = f"`{name}: {value}`"
 
@@ -112,7 +116,7 @@ def field_error(
             fix = f"write `{section}.{suggestion}`"
         return UserError(message, where=path, expected=f"a field of {owner}", got=got, fix=fix)
 
-    # A value of another type.
+    # A value of the wrong type.
     if not field.accepts(value):
         return UserError(
             f"`{path}` has a value of the wrong type",
@@ -157,7 +161,7 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
         is_bool = isinstance(value, bool)  # bool is a subclass of int
         return isinstance(value, types) and (bool in types or not is_bool)
 
-    # A name of the module's own: follow a Literal or a union, accept a class.
+    # A name that the module defines or imports: follow a Literal or a union, accept a class.
     definition, defining_module = _definition(annotation.id, module)
     return definition is None or _accepts(definition, defining_module, value)
 
@@ -165,7 +169,7 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
 def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bool:
     """Return whether an annotation such as ``Optional[int]`` or ``list[str]`` accepts a plain value.
 
-    Of lists and dicts only the container's type is compared.
+    For lists and dicts, only the type of the container is compared.
     """
     if not isinstance(annotation.value, ast.Name):
         return True
@@ -186,7 +190,8 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
 def _definition(name: str, module: str) -> tuple[ast.expr | None, str]:
     """Return the expression that a module assigns to a name, and the module of the assignment.
 
-    Imports are followed. None for a name that is not assigned, or assigned by a call such as NewType.
+    Imports are followed. The expression is None for a name without an assignment, and for one that is
+    assigned by a call such as NewType.
     """
     for node in _parse_module(module).body:
         if isinstance(node, ast.Assign):

@@ -14,16 +14,16 @@ from megatron_rl.config.sections.logging import TRACKERS
 from megatron_rl.error_forms import not_installed, unknown_choice
 from megatron_rl.errors import UserError
 
-GRADERS = {
+PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
     "megatron_rl.rewards.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
     "megatron_rl.environments.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
 }
-"""Module of a reward function or an environment -> the package it imports, and our extra that installs it."""
+"""Module of a reward function or environment -> (optional package, extra of this project)."""
 
 
 _UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
-"""Beginning of what user code raises that imports a package which is not installed."""
+"""Start of the exception's text when user code imports a package that is not installed."""
 
 
 class _Requirement(NamedTuple):
@@ -83,22 +83,22 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def split_unimported(errors: Iterable[UserError]) -> tuple[list[UserError], list[UserError]]:
-    """Split errors by cause: failed imports inside the user's code, and all other causes.
+def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], list[UserError]]:
+    """Split errors into imports that failed inside the user's code because of a missing package, and others.
 
-    A package that is absent here may be installed where the run will be.
+    A package that this machine lacks may be installed where the run will be.
     """
-    unimported: list[UserError] = []
-    remaining: list[UserError] = []
+    import_errors: list[UserError] = []
+    other_errors: list[UserError] = []
     for error in errors:
         match = _UNIMPORTED.match(error.got or "")
         # A module that the configuration itself names is probably misspelled.
         if match is None or error.message == f"cannot import {match[1]}":
-            remaining.append(error)
+            other_errors.append(error)
         else:
-            fix = f"install {match[1].partition('.')[0]} on this machine too to have the code tried"
-            unimported.append(replace(error, fix=fix))
-    return unimported, remaining
+            fix = f"install {match[1].partition('.')[0]} on this machine too, to have the code tested"
+            import_errors.append(replace(error, fix=fix))
+    return import_errors, other_errors
 
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
@@ -117,6 +117,6 @@ def _requirements(config: RunConfig) -> Iterator[_Requirement]:
 
     for path, function in functions.items():
         module = (function or "").partition(":")[0]
-        if module in GRADERS:
-            package, extra = GRADERS[module]
+        if module in PACKAGE_BY_MODULE:
+            package, extra = PACKAGE_BY_MODULE[module]
             yield _Requirement(path, str(function), package, extra)

@@ -40,7 +40,7 @@ _LIMITS = {
 """Limits that restrict nothing: the code must load as in a training process, which has no limits."""
 
 _MAX_PROCESSES = 8
-"""Contained processes at a time; a configuration rarely names more functions and classes."""
+"""Largest number of concurrent contained processes; few configurations name more functions and classes."""
 
 
 class _ImportFailure(LoadFailed):
@@ -50,7 +50,9 @@ class _ImportFailure(LoadFailed):
 
 
 def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[UserError]:
-    """Import each ``file.py:Name`` or ``module:Name`` in a process of its own; return the errors by key.
+    """Import each ``file.py:Name`` or ``module:Name`` in a separate process; return the errors.
+
+    ``pieces`` maps a key of the configuration to the name of the object that it names.
 
     An import that ends its process, or never finishes, is an error. An import that raises is an error only
     for the keys in ``only``: `check` imports the code of the other keys itself and reports the exception.
@@ -72,7 +74,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
 
 def _import_failure(spec: str) -> _ImportFailure | None:
-    """Import ``spec`` in a contained process; return the failure, None if it can be imported."""
+    """Import ``spec`` in a contained process; return the failure, or None if the import succeeds."""
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)

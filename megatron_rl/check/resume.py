@@ -44,10 +44,10 @@ class _SavedLearners(NamedTuple):
 
 
 def resume_errors(config: RunConfig) -> list[UserError]:
-    """Return the error for a checkpoint to resume from that is missing, broken or of another model.
+    """Return the error for a checkpoint to resume from that is missing, broken or saved from another model.
 
-    ``checkpoint.resume: auto`` takes the newest readable checkpoint: broken ones are an error only if none
-    can be read.
+    ``checkpoint.resume: auto`` resumes from the newest readable checkpoint, so broken checkpoints are an
+    error only if none is readable.
     """
     resume = config.checkpoint.resume
     run_checkpoints = RunFolder(config.run_dir).checkpoints
@@ -128,10 +128,10 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or that were built differently.
+    """Return the errors for trained roles that the checkpoint lacks, or has with other build settings.
 
-    Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit
-    ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped without it.
+    Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
+    Rules that need the actor's ``shape`` or the ``algorithm`` are skipped if it is None.
     """
     if config.checkpoint.resume == "never":
         return []
@@ -189,7 +189,7 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
 def _build_facts(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
     """Return the optimizer, dtype and adapters of a learner as meta.json records them.
 
-    Adapters are left out while their defaults are not derived.
+    Adapters are left out if their alpha or targets are still to be derived.
     """
     facts: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),

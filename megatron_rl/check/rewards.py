@@ -1,10 +1,10 @@
-"""Rules on whatever computes a reward: functions, servers, evaluation, and the limits of contained code.
+"""Rules on the sources of rewards: functions and servers, evaluation, and the limits of contained code.
 
 A function's source is first parsed, not imported: the file must exist, parse and define the function, whose
-parameters must fit the call. Then functions that compute rewards are loaded as a run loads them, each in a
-contained process, all in parallel: whatever a module does on import (raise, exit, never return) becomes one
-error of the report. Parsing comes first because its errors name the function's line, and need no process. The
-same rules hold for evaluators, parsers, templates and model providers.
+parameters must fit the call. Then functions that compute rewards are loaded as a run loads them, in parallel
+and each in a contained process, so that a module which raises, exits or never returns on import is one error
+of the report. Parsing comes first because its errors name the function's line, and need no process. The same
+rules apply to evaluators, parsers, templates and model providers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.filters import FILTER_KEY
-from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
+from megatron_rl.config.sections.rewards import (
+    SENDABLE_PARTS,
+    JudgeConfig,
+    RewardConfig,
+    RewardServerConfig,
+    ServerConfig,
+)
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.error_forms import out_of_range, requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
@@ -46,7 +53,7 @@ RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 _EXPECTED_SPEC = "module:function, or path/to/file.py:function"
 
 _MAX_PROCESSES = 8
-"""Contained processes at a time; a configuration rarely names more functions."""
+"""Largest number of concurrent contained processes; few configurations name more functions."""
 
 _AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -64,13 +71,13 @@ class FunctionRef(NamedTuple):
     key: str
     """The key that names the function."""
     extra: tuple[str, ...] = ()
-    """Further arguments: those that the configuration gives, and those of this function's calls alone."""
+    """Further arguments: from the configuration, or passed to this kind of function only."""
     accepts_group: bool = True
-    """Whether it may take `GROUP`, all samples of a prompt at once, in place of ``response``."""
+    """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
     """Arguments of every call."""
     optional: tuple[str, ...] = (TURNS, TOKENS)
-    """Arguments that are passed only where the function has a parameter of that name."""
+    """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
     """Whether all ``arguments`` are passed; by default only those that the function has a parameter for."""
 
@@ -141,7 +148,7 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for ``reward.arguments``: reserved names, and values hidden by a run folder."""
+    """Return the errors for ``reward.arguments``: reserved names, and values that a run folder has hidden."""
     # A reserved name would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
@@ -205,6 +212,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
 
 
 def _not_python_error(function: FunctionRef, path: Path) -> UserError:
+    """Return the error for a function in a folder, or in a file that does not end in .py."""
     kind = f"a file {path.suffix or 'without a suffix'}"
     if path.is_dir():
         kind = "a folder"
@@ -278,7 +286,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 def _binds(tree: ast.Module, name: str) -> bool:
     """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
-    # Too generous on purpose: a name that is bound somewhere is left to the import of the module.
+    # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -307,9 +315,9 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
             required.add(item.arg)
 
     # Arguments of the call: a function with a parameter for the group gets it in place of one response.
-    judges_group = function.accepts_group and GROUP in accepted
+    takes_group = function.accepts_group and GROUP in accepted
     arguments = list(function.arguments)
-    if judges_group and "response" in arguments:
+    if takes_group and "response" in arguments:
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra
 
@@ -320,16 +328,16 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
         if function.passes_all:
             passed = tuple(arguments)
         refused = [name for name in passed if name not in accepted]
-    unfilled = sorted(required - {*arguments, *function.optional})
-    if not refused and not unfilled:
+    unsupplied = sorted(required - {*arguments, *function.optional})
+    if not refused and not unsupplied:
         return []
 
     problems: list[str] = []
     if refused:
         problems.append(f"it does not take {', '.join(refused)}")
 
-    if unfilled:
-        problems.append(f"it requires {', '.join(unfilled)}")
+    if unsupplied:
+        problems.append(f"it requires {', '.join(unsupplied)}")
 
     expected = f"parameters among {', '.join((*arguments, *function.optional))}"
     if function.passes_all:
@@ -340,14 +348,14 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
             where=f"{path}:{node.lineno}",
             expected=expected,
             got=" and ".join(problems),
-            fix=_signature_fix(function, bool(refused), unfilled),
+            fix=_signature_fix(function, bool(refused), unsupplied),
         )
     ]
 
 
-def _signature_fix(function: FunctionRef, refused: bool, unfilled: Sequence[str]) -> str:
-    """Return the fix of a function that refuses arguments, has unfilled parameters, or both."""
-    if refused and unfilled:
+def _signature_fix(function: FunctionRef, refused: bool, unsupplied: Sequence[str]) -> str:
+    """Return the fix for a function that refuses arguments, requires ``unsupplied`` ones, or both."""
+    if refused and unsupplied:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
     if refused:
         return "add **kwargs for the arguments that it does not use"
@@ -355,7 +363,7 @@ def _signature_fix(function: FunctionRef, refused: bool, unfilled: Sequence[str]
     if function.key == "reward.function":
         fixes.insert(0, "set them in reward.arguments")
     if not function.passes_all:
-        hints = parameter_hints(unfilled)
+        hints = parameter_hints(unsupplied)
         fixes.insert(0, hints or "rename them to arguments of the call")
     return ", or ".join(fixes)
 
@@ -367,14 +375,16 @@ class _Loading(NamedTuple):
     """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
     key: str
     """The key that names the function."""
-    writes: bool = False
+    returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
     extra: Sequence[str] = ()
+    """Arguments of the function's calls in addition to those of every reward function."""
     accepts_group: bool = True
+    """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def errors(self) -> list[UserError]:
-        """Load the function as a run does; return why that fails."""
-        return loading_errors(self.config, self.key, self.writes, self.extra)
+        """Load the function as a run does; return the errors of loading it."""
+        return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
     def source_errors(self) -> list[UserError]:
         """Return the errors for the function's source, which other rules report."""
@@ -392,7 +402,7 @@ def function_errors(config: RunConfig) -> list[UserError]:
     loadings = [
         loading
         for loading in _loadings(config)
-        # Skip the package's own functions, whose import is known to work.
+        # Skip the package's own functions, whose import the tests cover.
         if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
     ]
 
@@ -426,7 +436,7 @@ def _loadings(config: RunConfig) -> Iterator[_Loading]:
     yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
     if is_function(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
-        yield _Loading(template, "reward.judge.template", writes=True, accepts_group=False)
+        yield _Loading(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
 PATIENCE = 2.0
@@ -441,7 +451,7 @@ _SET_BY_JUDGE = ("model", "messages", "stream", "n")
 """Parameters of a judge's request that the run sets itself."""
 
 
-def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
+def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
     """Yield the key and the settings of every reward server: ``reward.http`` and ``reward.judge``."""
     for name, config in (("http", reward.http), ("judge", reward.judge)):
         if config is not None:
@@ -450,16 +460,41 @@ def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
 
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
     """Yield the errors for the servers' settings, without sending a request."""
-    for section, config in servers(reward):
-        yield from _url_errors(f"{section}.url", config.url)
-        for header, variable in config.headers.items():
-            yield from _header_errors(f"{section}.headers", header)
-            yield from _variable_errors(f"{section}.headers", variable)
+    for section, config in _reward_servers(reward):
+        yield from check_server(section, config)
 
     if reward.http is not None:
         yield from _sends_errors(reward.http.sends)
     if reward.judge is not None:
         yield from _judge_errors(reward.judge)
+
+
+def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
+    """Yield the errors for the settings of a teacher's server, without sending a request."""
+    yield from check_server("teacher_server", config)
+    if config.key_from is not None:
+        yield from _variable_errors("teacher_server.key_from", config.key_from)
+
+
+def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
+    """Yield a warning about a teacher's server that does not respond now."""
+    (problem,) = _request_all([(config.url, None)])
+    if problem is not None:
+        yield UserError(
+            "the teacher's server does not answer now",
+            where="teacher_server.url",
+            expected="an answer of any kind",
+            got=problem,
+            fix="start it before the run, or correct the address",
+        )
+
+
+def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
+    """Yield the errors for the address and the headers of a server, without sending a request."""
+    yield from _url_errors(f"{section}.url", config.url)
+    for header, variable in config.headers.items():
+        yield from _header_errors(f"{section}.headers", header)
+        yield from _variable_errors(f"{section}.headers", variable)
 
 
 def _url_errors(path: str, url: str) -> Iterator[UserError]:
@@ -480,7 +515,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
                 where=path,
                 expected="a URL without user, password or key",
                 got=f"a URL of {address.hostname} with one",
-                fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
+                fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
             )
             return
 
@@ -499,6 +534,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
 
 
 def _header_errors(path: str, header: str) -> Iterator[UserError]:
+    """Yield the error for an invalid name of an HTTP header."""
     if not _HEADER_NAME.fullmatch(header):
         yield UserError(
             "invalid name of an HTTP header",
@@ -510,7 +546,7 @@ def _header_errors(path: str, header: str) -> Iterator[UserError]:
 
 
 def _variable_errors(path: str, name: str) -> Iterator[UserError]:
-    """Yield the error for an environment variable for a secret: an invalid name, or no valid value here.
+    """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
     """
@@ -518,9 +554,9 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
         yield UserError(
             "a secret has to be named by an environment variable that user code cannot read",
             where=path,
-            expected="the name of an environment variable that looks like a secret's, as SERVER_TOKEN or "
-            "MY_API_KEY",
-            got=f"{len(name)} characters that are no such name",
+            expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
+            "or MY_API_KEY",
+            got=f"{len(name)} characters that are not such a name",
             fix="put the secret into such a variable, and write its name here",
         )
         return
@@ -530,10 +566,10 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
     if value.strip() and value.isprintable() and value.isascii():
         return
     yield UserError(
-        f"the environment variable {name} holds no secret",
+        f"the environment variable {name} has no valid secret",
         where=path,
         expected="one line of printable characters",
-        got="text that no header can hold" if value.strip() else "nothing",
+        got="text that is invalid in a header" if value.strip() else "nothing",
         fix=f"export {name}=... where the run is started",
     )
 
@@ -587,12 +623,12 @@ def silent_servers(
     their engine has one.
     """
     # Any response of a reward server counts; the engine's servers have a health endpoint.
-    reward_urls = {section: config.url for section, config in servers(reward)}
+    reward_urls = {section: config.url for section, config in _reward_servers(reward)}
 
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in samplers]
 
-    # All at once: one after the other, unreachable servers would each cost the complete patience.
+    # In parallel: one after another, unreachable servers would take the complete timeout each.
     problems = _request_all(requests)
 
     reward_problems = problems[: len(reward_urls)]
@@ -625,7 +661,7 @@ def silent_servers(
 def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel; return the problem of each, None for a response.
 
-    It uses daemon threads and no pool: a DNS lookup can block longer than `check` waits, and a pool would
+    Uses daemon threads instead of a pool: a DNS lookup can block longer than `check` waits, and a pool would
     wait for it at exit.
     """
     problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
@@ -645,7 +681,7 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, None for a healthy server.
+    """Send one request; return the problem, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """
@@ -725,7 +761,7 @@ _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
 
 
 def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
-    """Return the limits of the code that a run contains, by the key of their section."""
+    """Return the limits of the user's code that runs in contained processes, by the key of their section."""
     if config.job != TRAIN:
         return {}
 
@@ -762,7 +798,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
             )
         elif not path.exists():
             message = f"a path for contained code does not exist: {entry}"
-            files.miss(path, message, f"{section}.read", "existing files and folders")
+            files.record_missing(path, message, f"{section}.read", "existing files and folders")
 
     for name in limits.environment:
         if not name or "=" in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.budget import PHASES, RankMemory, checkpoint_memory
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import longest_row, smallest_world
@@ -40,7 +41,7 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
     yield UserError(
-        "the number of processes is not the stated world size",
+        "the number of processes is not `world_size`",
         where="world_size",
         expected=f"{config.world_size} processes, as in world_size",
         got=processes,
@@ -88,6 +89,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         key = "rollout.max_response_tokens"
         if config.rollout.max_response_tokens == AUTO:
             key = "rollout.auto_limit.at_most"
+
         yield UserError(
             "prompt and response together are longer than the model's positions",
             where=key,
@@ -95,6 +97,18 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
             fix=f"lower {key} or data.max_prompt_tokens, together by {excess} tokens",
+        )
+
+
+def check_top_tokens(algorithm: Algorithm, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the error for a distillation over more tokens than the actor's vocabulary has."""
+    count = algorithm.distillation.top_tokens
+    if count > shape.vocab:
+        yield out_of_range(
+            "algorithm.distillation.k",
+            count,
+            f"at most {shape.vocab}, the tokens of the model",
+            fix="64 tokens usually have nearly all of the teacher's probability",
         )
 
 
@@ -113,13 +127,16 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterator[UserError]:
-    """Yield the errors of a memory target without a GPU, or beside other ``tokens`` per micro-batch than its.
+    """Yield the errors for a ``batch.memory_target`` without a GPU, or with explicit tokens per micro-batch.
 
-    A resolved configuration has the derived tokens beside the target, and stays valid.
+    ``tokens`` is the number of tokens per micro-batch that the target gives, None before it is computed. A
+    configuration with exactly this number is valid, as the resolved configuration of a run has both.
     """
     batch = config.batch
     if batch.memory_target is None:
         return
+
+    # The target is a share of a known memory.
     if with_gpu_memory(config)[0].gpu_memory_gib is None:
         got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
         yield UserError(
@@ -127,8 +144,10 @@ def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterato
             where="batch.memory_target",
             expected="gpu or gpu_memory_gib in the configuration",
             got=got,
-            fix="add gpu=h100 or gpu_memory_gib=80, or ask `check` with --on h100",
+            fix="add gpu=h100 or gpu_memory_gib=80, or run `check` with --on h100",
         )
+
+    # An explicit number of tokens would contradict the one that the target gives.
     if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
         yield UserError(
             "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",

@@ -1,19 +1,20 @@
 """Rules on the stages before reinforcement learning (sft, preference, reward-model training).
 
-A stage runs as part of a training job, or alone as a job of its own (``check CONFIG --for sft``).
+A stage runs as part of a training job, or alone as a separate job (``check CONFIG --for sft``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.records import source_text
 from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, single_errors
 from megatron_rl.shapes.model import ModelShape
 
 SMOOTHED = ("sigmoid", "robust")
@@ -21,7 +22,7 @@ SMOOTHED = ("sigmoid", "robust")
 
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for stages: their data, length and optimizer, and a job without a stage."""
+    """Yield the errors for the settings of stages, and for a job whose stage or data is not configured."""
     # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
@@ -42,7 +43,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
             where=f"{plan.where}.{settings.RESPONSES[-1]}",
             expected="two different fields",
             got=f"`{response_fields[-1]}` for both",
-            fix="name the field that holds the other response",
+            fix="name the field with the other response",
         )
 
     # Exactly one of steps and epochs sets the length.
@@ -70,6 +71,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
 
 
 def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
+    """Return the error for a stage with both or neither of ``steps`` and ``epochs``."""
     return UserError(
         "a stage takes a number of steps or a number of epochs",
         where=f"{plan.where}.steps",
@@ -115,7 +117,7 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 "the configuration has stages, and no reinforcement learning after them",
                 where=plans[0].where,
-                expected="data.train, reward and steps as well",
+                expected="data.train, reward and steps too",
                 got=", ".join(plan.where for plan in plans),
                 fix=f"for the stage alone: python -m megatron_rl {job} CONFIG; check CONFIG --for {job}",
             )
@@ -138,6 +140,14 @@ def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
             got=f"{records_per_step} {settings.UNIT}s per step, {records} in {source_text(settings.data)}",
             fix=f"lower {path}, or add data: records would repeat within a step",
         )
+
+
+def check_preference_loss(loss: str) -> Iterator[UserError]:
+    """Yield the error for a user's preference loss that cannot be loaded or called."""
+    try:
+        preference_function(loss, "preference.loss")
+    except UserError as error:
+        yield from single_errors(error)
 
 
 def unused_settings(config: RunConfig) -> Iterator[UserError]:
@@ -177,7 +187,7 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[U
         if row_tokens is None and config.job != TRAIN:
             row_tokens = longest_row(config)
         if row_tokens is None:
-            continue  # bounded by the longest row of reinforcement learning, which has rules of its own
+            continue  # bounded by the longest row of reinforcement learning, which other rules check
         for name, limit in limits.items():
             if limit is not None and row_tokens > limit:
                 yield UserError(

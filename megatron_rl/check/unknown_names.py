@@ -1,8 +1,8 @@
 """Errors of unknown configuration names: the counterpart of another project's name, or the nearest key.
 
-Every suggestion is tried before it is made: the configuration is parsed and checked with the suggestion in
-place of the unknown name. A guess by spelling is dropped if it causes a new error. A name of another project
-is always translated; where its value has to change too, the fix contains the new value.
+Every suggestion is tested first: the configuration is parsed and checked with the suggestion in place of the
+unknown name. A guess by spelling is dropped if it causes a new error. A name of another project is always
+translated; if its value has to change too, the fix contains the new value.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GENERIC_NAMES = frozenset({
 })  # fmt: skip
 """Names that many sections have with different meanings, so that the name does not identify a section."""
 
-_MIN_SLIP_LETTERS = 6
+_MIN_MISSPELLED_LETTERS = 6
 """Shortest name, in letters, for which a similar name is searched in other sections."""
 
 _MAX_LISTED = 8
@@ -115,7 +115,7 @@ class _UnknownEntry:
 
     @property
     def kind(self) -> str:
-        """Return ``section`` for the name of a section, ``name`` for that of a single value."""
+        """Return ``section`` if the value is a mapping, else ``name``, for error texts."""
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
@@ -123,7 +123,7 @@ class _UnknownEntry:
         name = self.path
         if name == self.error.path:
             name = self.error.key
-        got = f"`{name}: {_short(self.value)}`{source}"
+        got = f"`{name}: {_short_text(self.value)}`{source}"
         return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
 
@@ -141,6 +141,7 @@ class _Replacement:
 
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
+    """Return the errors, with suggestions, that replace one `UnknownName`."""
     section_names = _section_names(tree, error.section)
     entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
@@ -154,9 +155,9 @@ def _value_error(entry: _UnknownEntry) -> UserError:
         *sections, name = entry.path.split(".")
         parents = " ".join(f"{section}:" for section in sections)
         return entry.as_error(
-            f"`{entry.path}` is written with dots, which join names on the command line alone",
+            f"`{entry.path}` is written with dots, which join names only on the command line",
             "nested names",
-            f"write `{name}: {_short(entry.value)}` below `{parents}`",
+            f"write `{name}: {_short_text(entry.value)}` below `{parents}`",
         )
 
     counterpart = _counterpart(entry)
@@ -168,7 +169,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
 
 
 def _section_errors(entry: _UnknownEntry) -> list[UserError]:
-    """Return the errors for an unknown section: one for the whole, or one for each name below it."""
+    """Return the errors for an unknown section: one for the complete section, or one for each key in it."""
     error = entry.error
 
     # The section itself may be another project's name for one of our sections.
@@ -179,12 +180,12 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
         if not _replace(entry, counterpart.ours, entry.value).problems:
             return [_renamed_error(entry, counterpart, counterpart.ours)]
 
-    # Or a misspelling of one.
+    # It may also be a misspelling of one of our sections.
     guess = _guess_error(entry)
     if guess is not None:
         return [guess]
 
-    # Otherwise suggest a key for each name in it that has one.
+    # Otherwise suggest a key for each name in the section for which one is found.
     errors: list[UserError] = []
     unmatched: list[str] = []
     for names, value in _leaves(entry.value, ()):
@@ -230,11 +231,11 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
         if counterpart.ours is None:
             return _absent_error(entry, counterpart.reason)
         return _renamed_error(entry, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, slips=False))
+    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, misspellings=False))
     replacements = _valid_replacements(entry, candidates)
     if not replacements:
         return None
-    return _guess(entry, replacements)
+    return _did_you_mean_error(entry, replacements)
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
@@ -243,7 +244,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     expected = f"`{our_key}`"
     value = _mapped_value(counterpart, entry.value)
     if value == REMOVED:
-        message += f", and {_short(entry.value)} has no effect"
+        message += f", and {_short_text(entry.value)} has no effect"
         return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
     replacement = _replace(entry, our_key, value, counterpart.piece)
@@ -254,9 +255,9 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     if counterpart.conversion and value is entry.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
     elif current is not None and current == value:
-        fix = f"remove the line: `{our_key}` is {_short(current)} already"
+        fix = f"remove the line: `{our_key}` is {_short_text(current)} already"
     elif current is not None:
-        fix = f"write `{our_key}: {_short(value)}` instead of {_short(current)}, or remove the line"
+        fix = f"write `{our_key}: {_short_text(value)}` instead of {_short_text(current)}, or remove the line"
     elif replacement.problems:
         problem = replacement.problems[0]
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
@@ -271,7 +272,7 @@ def _guess_error(entry: _UnknownEntry) -> UserError | None:
     for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
-            return _guess(entry, replacements)
+            return _did_you_mean_error(entry, replacements)
 
     # For a field of vLLM or Megatron that the run sets or refuses, the rule on that field gives the reason.
     for key in _pass_through_keys(entry):
@@ -286,7 +287,7 @@ def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict
     return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
 
 
-def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
+def _did_you_mean_error(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
     """Return the error that suggests one of ``replacements``, by key."""
     suggestions = " or ".join(f"`{key}`" for key in replacements)
     fix = f"write {suggestions}, whichever is intended"
@@ -303,7 +304,7 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
     """Return the error for a name without a counterpart in this project."""
-    # Only a listed name is known to have no counterpart: an unlisted one may be a setting in other words.
+    # A name without a reason is not in the list of names without a counterpart: there may be one.
     message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
@@ -357,10 +358,10 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
     return [f"{section}.{sibling}" if section else sibling]
 
 
-def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
-    """Return the keys of other sections with this name; of roles' keys, the actor's.
+def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[str]:
+    """Return the keys with this name in other sections; for a key that several roles have, the actor's.
 
-    ``slips`` also searches for keys that the name misspells.
+    ``misspellings`` also searches for keys with a similar name.
     """
     name = entry.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
@@ -373,7 +374,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     match = None
     if name in keys_by_name:
         match = name
-    elif slips and len(name) >= _MIN_SLIP_LETTERS:
+    elif misspellings and len(name) >= _MIN_MISSPELLED_LETTERS:
         match = nearest(name, keys_by_name)
     if match is None or match in _GENERIC_NAMES:
         return []
@@ -422,7 +423,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     # Errors that the configuration has without the unknown name do not count against the suggestion.
     base = copy.deepcopy(entry.tree)
     _remove(base, entry.names)
-    errors_before = {str(error) for error in _errors(base, key)}
+    errors_before = {str(error) for error in _configuration_errors(base, key)}
 
     parent, _, _ = key.rpartition(".")
     parent_names = parent.split(".")
@@ -430,14 +431,16 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
     replaced = copy.deepcopy(base)
     set_value(replaced, key.split("."), _tree(value))
-    problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
+    problems = [error for error in _configuration_errors(replaced, key) if str(error) not in errors_before]
     if problems and piece:
         set_value(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
         set_value(replaced, key.split("."), _tree(value))
-        problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
+        problems = [
+            error for error in _configuration_errors(replaced, key) if str(error) not in errors_before
+        ]
         shows_section = True
 
-    # If the value stays the same, suggest the key alone.
+    # If the value stays the same, suggest only the key.
     line = key
     if value is not entry.value:
         line = f"{key}: {one_line(value)}"
@@ -447,7 +450,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     return _Replacement(line, problems)
 
 
-def _errors(tree: Section, key: str) -> list[UserError]:
+def _configuration_errors(tree: Section, key: str) -> list[UserError]:
     """Return the errors for a configuration, by the rules about ``key`` that need no files or processes."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
@@ -466,13 +469,13 @@ def _errors(tree: Section, key: str) -> list[UserError]:
 
 
 def _written_value(entry: _UnknownEntry, key: str) -> Any:
-    """Return the value of a key in the configuration as written, None if it is not written."""
+    """Return the value of a key in the configuration as written, or None if it is not written."""
     node = _node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node at the path ``names``, None for a missing one."""
+    """Return the node at the path ``names``, or None for a missing one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):
@@ -518,7 +521,7 @@ def _tree(value: Any) -> Leaf | Section:
     return Leaf(value, DEFAULT)
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:

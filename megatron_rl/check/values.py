@@ -20,15 +20,21 @@ from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
-from megatron_rl.config.sections.rollout import limit_errors, profile_errors, rule_errors
+from megatron_rl.config.sections.rollout import RolloutConfig, limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.error_forms import requires
+from megatron_rl.error_forms import exclusive, requires
 from megatron_rl.errors import UserError, nearest, single_errors
+
+_CHANGES_DISTRIBUTION = (
+    "temperature", "top_p", "top_k", "min_p", "logit_bias", "banned_tokens", "min_response_tokens",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
+)  # fmt: skip
+"""Settings of the rollout that change the distribution of a token."""
 
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return the errors for single values and for pairs of values."""
-    # Rules read the profiles' values, whose types must be right.
+    # `rule_errors` reads the values of sampling profiles, so their types must be valid.
     sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
         *value_errors(config),
@@ -47,7 +53,7 @@ def check_values(config: RunConfig) -> list[UserError]:
 def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError]]:
     """Construct the run's algorithm; return it with every error in its name, pieces and settings.
 
-    With errors, the returned algorithm is the named one with its default pieces, None for an unknown name.
+    With errors, the returned algorithm is the named one with its default pieces, or None for an unknown name.
     """
     try:
         algorithm = algorithm_of(config)
@@ -65,6 +71,12 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
     """Yield the error for a distillation without a teacher's checkpoint."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
+    yield from _task_teacher_errors(config)
+    if config.teacher_server is not None:
+        yield from _teacher_server_errors(config)
+        return
+    if config.teacher is None and config.teachers:
+        return
     if config.teacher is None or config.teacher.path is None:
         # The actor's own model would be its teacher.
         yield requires(
@@ -72,8 +84,61 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
             type(algorithm.distillation).__name__,
             "teacher.path, a checkpoint with the actor's tokenizer",
             got="no teacher",
-            fix="set teacher.path, or algorithm.distillation=none",
+            fix="set teacher.path or teacher_server.url, or algorithm.distillation=none",
         )
+
+
+def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for a teacher's server: a second teacher, or sampling that it does not compute."""
+    if config.teacher is not None:
+        yield exclusive(
+            "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
+        )
+
+    # A server returns the log-probs of the model itself: the actor's would be of other distributions.
+    default = RolloutConfig()
+    for name in _CHANGES_DISTRIBUTION:
+        values = {f"rollout.{name}": getattr(config.rollout, name)}
+        for task, profile in config.rollout.sampling_profiles.items():
+            if name in profile:
+                values[f"rollout.sampling_profiles.{task}.{name}"] = profile[name]
+        for path, value in values.items():
+            if value != getattr(default, name):
+                yield UserError(
+                    "a teacher behind a server does not compute changed distributions",
+                    where=path,
+                    expected=f"{getattr(default, name)!r}, its default, with teacher_server",
+                    got=repr(value),
+                    fix=f"remove {path}, or load the teacher into the job with teacher.path",
+                )
+
+
+def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for teachers of tasks: an invalid name, no model, or a task of two teachers."""
+    teachers_of_task: dict[str, list[str]] = {}
+    for name, teacher in config.teachers.items():
+        path = f"teachers.{name}"
+        yield from name_errors(path, name, identifier=True)
+        for task in teacher.tasks or (name,):
+            teachers_of_task.setdefault(task, []).append(name)
+        if teacher.path is None:
+            yield UserError(
+                f"`{path}` has no model",
+                where=f"{path}.path",
+                expected="a checkpoint with the actor's tokenizer",
+                got="nothing",
+                fix=f"set {path}.path",
+            )
+
+    for task, names in teachers_of_task.items():
+        if len(names) > 1:
+            yield UserError(
+                f"the task {task!r} has several teachers",
+                where=f"teachers.{names[1]}.tasks",
+                expected="one teacher for each task",
+                got=f"teachers {', '.join(names)}",
+                fix="remove the task from all but one of them",
+            )
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
@@ -200,7 +265,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
                 where=data.setting_of("ground_truth_field"),
                 expected="two different fields",
                 got=f"`{data.prompt_field}` for both",
-                fix="name the field that holds the answer",
+                fix="name the field with the answer",
             )
 
 
@@ -211,7 +276,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
         if name in RULE_OF:
             if rule.metric is not None:
                 yield UserError(
-                    f"`{path}` is a rule with metrics of its own",
+                    f"`{path}` is a built-in rule, whose metrics are fixed",
                     where=f"{path}.metric",
                     expected="no metric, or another name for the rule",
                     got=rule.metric,
@@ -230,7 +295,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
                 where=path,
                 expected="below less than above: values between them are healthy",
                 got=f"below {below:g}, above {above:g}",
-                fix="exchange the two, or change the other one, too",
+                fix="exchange the two values, or change the other limit as well",
             )
 
 
@@ -289,7 +354,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(
-            "weights of sources hold after a number of steps",
+            "weights of sources apply after a number of steps",
             where=path,
             expected="a number of steps, 0 or more",
             got=steps,
@@ -327,7 +392,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
 def _template_argument_errors(
     config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
 ) -> Iterator[UserError]:
-    """Yield the errors for a system prompt or template arguments that prompts cannot have."""
+    """Yield the errors for a system prompt or template arguments where prompts are rendered without them."""
     for name in ("system_prompt", "chat_template_kwargs"):
         value = getattr(section, name)
         if value in (None, {}):

@@ -13,7 +13,7 @@ from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
-from megatron_rl.config.roles import MODEL_ROLES, learner_sections
+from megatron_rl.config.roles import MODEL_ROLES, learner_sections, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
@@ -44,7 +44,7 @@ TRIED: Mapping[str, frozenset[str]] = {
     "optimizer.megatron": frozenset(_TRIED_OPTIMIZER.split()),
     "rollout.vllm": frozenset(_TRIED_VLLM.split()),
 }
-"""Kind of section -> the fields that tests or campaigns have run with other values than their defaults."""
+"""Kind of section -> fields that tests or campaigns have run with values other than the defaults."""
 
 
 def check_warnings(
@@ -58,8 +58,8 @@ def check_warnings(
 ) -> list[UserError]:
     """Return the warnings about a configuration without errors.
 
-    ``batch`` is None without reinforcement learning. ``records`` is the number of training records, ``shape``
-    the shape of the actor's model; warnings that need one are skipped for None.
+    ``batch`` is None without reinforcement learning. ``records`` is the number of training records and
+    ``shape`` the shape of the actor's model; warnings that need one of them are skipped if it is None.
     """
     warnings: list[UserError] = []
 
@@ -81,6 +81,8 @@ def check_warnings(
     warnings += _network_warnings(config, layouts, shape)
     if algorithm is not None:
         warnings += _unneeded_role_warnings(config, algorithm)
+        warnings += _unused_server_warnings(config, algorithm)
+        warnings += _task_teacher_warnings(config, algorithm)
     warnings += untried_settings(config)
     return warnings
 
@@ -103,7 +105,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     max_tokens = config.rollout.response_limit
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
-            "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
+            "VAPO's lambda is 0 for every response: the policy learns only from the critic's errors",
             where="algorithm.advantage",
             expected=f"alpha above {1 / max_tokens:.3g}: lambda is 1 - 1 / (alpha * response length)",
             got=f"alpha {advantage.alpha:g} with responses of at most {max_tokens} tokens",
@@ -123,12 +125,12 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 
 def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about settings with which a resumed run may differ although `deterministic` is set."""
+    """Yield warnings about settings that make resumed runs differ although `deterministic` is set."""
     if not config.deterministic:
         return
     if config.rollout.order == "open":
         yield UserError(
-            "the clock decides which responses a step of the open order takes: a resumed run may take others",
+            "in the open order, response times decide what a step trains on: a resumed run may differ",
             where="rollout.order",
             expected="closed, with deterministic: true",
             got="open",
@@ -196,7 +198,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
         rate = optimizer.learning_rate
         if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (None, rate):
             yield UserError(
-                "the learning rate is to decay, but ends where it starts",
+                "the learning rate has a decay, but its final value is its initial value",
                 where=f"{path}.minimum_learning_rate",
                 got=f"decay {optimizer.decay} from {rate:g} to {rate:g}",
                 fix=f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
@@ -216,14 +218,14 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 
 
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning if the loss treats responses of older weights as samples of the newest."""
+    """Yield a warning if the loss treats responses of older weights as samples of the newest weights."""
     correction = algorithm.correction
     is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:
         return
 
     yield UserError(
-        "responses are sampled from older weights, and the loss takes them for samples of the newest",
+        "responses are sampled from older weights, and the loss treats them as samples of the newest",
         where="hybrid_engine.every",
         expected="1, or importance weights in algorithm.correction",
         got=f"{config.hybrid_engine.every}: up to {versions_between(config)} versions older, not corrected",
@@ -249,7 +251,7 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
             load_constants().gpu(config.gpu)
         except UserError as error:
             yield UserError(
-                f"`plan` has no constants of the GPU {config.gpu!r}",
+                f"`plan` has no constants for the GPU {config.gpu!r}",
                 where="gpu",
                 expected=error.expected,
                 got=config.gpu,
@@ -267,21 +269,26 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about waits for rewards that the hang detector would take for a hang."""
+    """Yield warnings about waits for code and servers so long that the hang detector stops the job."""
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
 
-    # Longest wait for each source of rewards, in seconds.
+    # Longest wait for each function and server, in seconds.
     if reward.function is not None:
         seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
         seconds_by_key["reward.code.timeout"] = reward.code.timeout
-    for name, server in (("http", reward.http), ("judge", reward.judge)):
+    servers = {
+        "reward.http": reward.http,
+        "reward.judge": reward.judge,
+        "teacher_server": config.teacher_server,
+    }
+    for section, server in servers.items():
         if server is not None:
-            seconds_by_key[f"reward.{name}.timeout"] = server.timeout
-            seconds_by_key[f"reward.{name}.longest_wait"] = server.longest_wait
+            seconds_by_key[f"{section}.timeout"] = server.timeout
+            seconds_by_key[f"{section}.longest_wait"] = server.longest_wait
             if server.rate is not None:
-                seconds_by_key[f"reward.{name}.rate"] = 1 / server.rate
+                seconds_by_key[f"{section}.rate"] = 1 / server.rate
 
     # A request rate is also a wait, which is shortened by raising the rate.
     for path, seconds in seconds_by_key.items():
@@ -327,7 +334,7 @@ def _network_warnings(
             if _replica_exceeds_node(config, shape):
                 continue
             # A replica has no pipeline, so only its tensor size can change.
-            fix = f"set {layout.path}.tensor={config.gpus_per_node} where one node holds the model's weights"
+            fix = f"set {layout.path}.tensor={config.gpus_per_node} if one node has room for the weights"
         yield UserError(
             f"tensor parallelism of the {role} spans nodes, between which the network is slow",
             where=f"{layout.path}.tensor",
@@ -338,7 +345,7 @@ def _network_warnings(
 
 
 def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
-    """Return whether a rollout replica's weights do not fit in the GPUs of one node; False if unknown."""
+    """Return whether a rollout replica's weights exceed the memory of one node's GPUs; False if unknown."""
     if shape is None or config.gpu_memory_gib is None:
         return False
     weight_bytes = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
@@ -360,8 +367,34 @@ def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
             )
 
 
+def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning for a teacher's server that the algorithm does not use."""
+    if config.teacher_server is not None and not algorithm.needs_teacher:
+        yield UserError(
+            "the teacher's server gets no requests, since the algorithm does not use it",
+            where="teacher_server",
+            got=f"algorithm {config.algorithm.name} without a distillation",
+            fix="remove `teacher_server`, or set algorithm.distillation=reverse_kl",
+        )
+
+
+def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning for teachers of tasks without a teacher of all other tasks."""
+    has_other_teacher = config.teacher is not None or config.teacher_server is not None
+    if config.teachers and algorithm.needs_teacher and not has_other_teacher:
+        yield UserError(
+            "a response of a task without a teacher ends the run",
+            where="teachers",
+            expected="a teacher for each task of the data",
+            got=f"only teachers for {', '.join(sorted(teacher_of_task(config)))}",
+            fix="set teacher.path for all other tasks, if there are any",
+        )
+
+
 def untried_settings(config: RunConfig) -> Iterator[UserError]:
-    """Yield a warning for each section with pass-through fields that were not tried: here, or by any run.
+    """Yield a warning for each section with pass-through fields that no trial or run has covered.
+
+    These are the fields that this machine cannot try, and the fields that no run of this project has had.
 
     A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
     set and that has an effect. Most of these fields are not covered by any run of this project.
@@ -376,7 +409,7 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
     sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
 
     for path, (kind, settings) in sections.items():
-        # Fields that need what this machine lacks: Megatron's own trial leaves them out.
+        # Fields whose requirement this machine lacks: Megatron's own trial leaves them out.
         unmet = {} if kind == "rollout.vllm" else unmet_needs(settings or {})
         for need in dict.fromkeys(unmet.values()):
             names = [name for name in unmet if unmet[name] == need]

@@ -1,7 +1,7 @@
 """Checkpoint folders: written under a partial name, published when complete, verified before they are read.
 
-All ranks share the folder's file system, and each writes and reads a share of the files. A step that fails on
-one rank fails on all: otherwise the others would wait for it in the next collective.
+All ranks share the folder's file system, and each writes and reads some of the files. A step that fails on
+one rank raises on all: otherwise the others would wait for the failed rank in the next collective.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.progress import count_progress
 
 _FULL_BYTES = 2**20
-"""A disk with fewer free bytes is full, even if a writer that failed on it reports something else."""
+"""A disk with fewer free bytes counts as full, even if the failed writer reports another reason."""
 _SHOWN_PROBLEMS = 5
-"""Damaged files that a summary names."""
+"""Maximum number of damaged files in a summary of one line."""
 _SHOWN_LINES = 8
-"""Damaged files that an error lists."""
+"""Maximum number of damaged files in an error."""
 _TRUNCATED_WRITE = "unexpected pos"
-"""Text of PyTorch's tensor writer after a write that the system refused; it loses the system's reason."""
+"""Text in the error of PyTorch's tensor writer after a failed write; the error omits the system's reason."""
 _PROGRESS_SECONDS = 1.0
-"""Time between two measurements of the files that a thread writes."""
+"""Seconds between two checks of whether the files of a background write have grown."""
 
 
 # --- Steps on all ranks
 
 
 def from_first_rank(compute: Callable[[], Any]) -> Any:
-    """Return the value that the first rank computes. Collective over the world.
+    """Compute a value on the first rank and return it on all ranks. Collective over the world.
 
-    Ranks that looked for themselves could see different states of a shared file system for a while.
+    Used for reads of a shared file system: for a short time after a write, ranks can read different states.
     """
     value = None
     if device.rank() == 0:
@@ -54,9 +54,10 @@ def run_write_step(
     description: str,
     folder: Path,
 ) -> None:
-    """Run a step of writing ``folder`` on every rank; raise on all ranks if it fails on one.
+    """Run ``action``, a step of writing ``folder``, on every rank; raise on all ranks if it fails on one.
 
-    Collective over the world.
+    ``description`` names the step in the error, such as "prepare the checkpoint's folder". Collective over
+    the world.
     """
 
     def run() -> None:
@@ -69,9 +70,9 @@ def run_write_step(
 
 
 def write_error(error: Exception, folder: Path) -> Exception:
-    """Translate an error of writing ``folder`` into one that a user can act on.
+    """Return a UserError for a failed write of ``folder`` if the cause is a full disk, memory or the system.
 
-    Full disks and exhausted memory surface as many kinds of errors. Other errors are returned unchanged.
+    Full disks and exhausted memory surface as many types of exceptions. Other errors are returned unchanged.
     """
     if isinstance(error, UserError):
         return error
@@ -79,7 +80,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
     if memory_error is not None:
         return memory_error
 
-    # A failed write may leave no folder: ask the file system of the nearest one above.
+    # A failed write may leave no folder: query the file system of the nearest existing parent.
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
@@ -90,9 +91,9 @@ def write_error(error: Exception, folder: Path) -> Exception:
         return UserError(
             f"the checkpoint {folder.name} cannot be written",
             where=str(folder),
-            expected="a file system that takes whole files",
+            expected="a file system that accepts complete files",
             got=str(error).splitlines()[0],
-            fix="look at the quota, the limit of file sizes (ulimit -f) and the disk, or set another run_dir",
+            fix="check the quota, the limit of file sizes (ulimit -f) and the disk, or set another run_dir",
         )
     if isinstance(error, OSError):
         return durable.file_error(error, folder) or error
@@ -103,7 +104,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
 
 
 def partial_of(final: Path) -> Path:
-    """Return the folder in which a checkpoint is written until it is complete."""
+    """Return the path of a checkpoint's folder while it is incomplete: ``final`` + ``.partial``."""
     return final.with_name(final.name + ".partial")
 
 
@@ -113,9 +114,10 @@ def write_tensors(
     state: dict[str, Any],
     content: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a state as `TensorWrite` does, and wait for it.
+    """Write Megatron's sharded ``state`` into an empty folder, and wait until it is written.
 
-    Call it inside `checkpoint.tensors.megatron_scope`. Collective over the world.
+    The arguments are those of `TensorWrite`. Call it inside `checkpoint.tensors.megatron_scope`. Collective
+    over the world.
     """
     tensor_write = TensorWrite(folder, model, state, content, keep=False)
     run_write_step(tensor_write.run, "write a checkpoint", folder)
@@ -123,15 +125,15 @@ def write_tensors(
 
 
 class PendingCheckpoint:
-    """A checkpoint in progress: each rank's thread writes its share into a partial folder.
+    """A checkpoint in progress: a thread on each rank writes this rank's files into a partial folder.
 
     `finish` waits for all ranks and publishes the folder. `seconds` is the time that this rank's thread took.
 
     Arguments:
-        final: the folder that the complete checkpoint will be.
+        final: path of the complete checkpoint.
         writes: planned writes of tensors, in the same order on every rank.
-        files: the files of this rank in the partial folder, which the thread brings to the disk.
-        keep: number of checkpoints to retain, None for all.
+        files: the files of this rank in the partial folder, which the thread flushes to the disk.
+        keep: number of checkpoints to retain, or None for all.
         best: steps whose checkpoints are retained in addition.
     """
 
@@ -160,21 +162,20 @@ class PendingCheckpoint:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its share, or failed to."""
+        """Whether this rank's thread has ended, after writing all of its files or after an error."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, rename the folder to its final name, and prune older ones.
+        """Wait until all ranks have written; rename the folder to its final name; prune older checkpoints.
 
-        Raises a failure of one rank on all: UserError, or RuntimeError with the rank. Collective over the
-        world.
+        If one rank failed, all raise: UserError, or RuntimeError with the rank. Collective over the world.
         """
-        # A save in the foreground is finished by `save` already.
+        # `save` has already finished a checkpoint in the foreground.
         if self._is_finished:
             return
         run_write_step(self._wait, "write the checkpoint", self.final)
 
-        # Megatron writes the directory of tensors from the results of all ranks.
+        # Megatron writes the index of all tensors (.metadata) from the results of all ranks.
         try:
             with device.megatron_mode():
                 for write in self._writes:
@@ -195,27 +196,27 @@ class PendingCheckpoint:
         self._is_finished = True
 
     def _wait(self) -> None:
-        """Wait for the thread; raise its failure."""
+        """Wait for the thread; raise the error with which it failed."""
         size = 0
         while self._thread.is_alive():
             self._thread.join(_PROGRESS_SECONDS)
             new_size = sum(path.stat().st_size for path in self._files if path.exists())
             if new_size != size:
                 size = new_size
-                # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
+                # Writing may take longer than the hang detector's limit: growing files count as progress.
                 count_progress("checks of a growing checkpoint")
 
         if self._failure is not None:
             raise self._failure
 
     def _write(self) -> None:
-        """Write this rank's share and compute its digests, on the thread; failures are kept for `finish`."""
+        """Write this rank's files and compute their digests, on the thread; `finish` raises its errors."""
         start = time.perf_counter()
         try:
             for write in self._writes:
                 write.run()
             names = [path.relative_to(self.partial).as_posix() for path in self._files]
-            # The digest of a file brings it to the disk first.
+            # `durable.digests` flushes each file to the disk before it reads it.
             self._digests = durable.digests(self.partial, names)
         except Exception as error:
             self._failure = error
@@ -224,25 +225,25 @@ class PendingCheckpoint:
 
 
 def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of all files of a folder; ``rank_digests`` are the ones from this rank.
+    """Return file name -> digest for all files of a folder; ``rank_digests`` are this rank's results so far.
 
-    Ranks share the files that have no digest yet. Fails on all ranks if one cannot read a file or
-    bring it to the disk. Collective over the world.
+    Files without a digest are divided among the ranks. Raises on all ranks if one cannot read a file or flush
+    it to the disk. Collective over the world.
     """
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
         digests |= gathered
 
-    # Megatron's own files, such as the directory of tensors, have no digest yet.
+    # Files that Megatron writes itself, such as the index of tensors, have no digest yet.
     names = from_first_rank(lambda: durable.files_below(folder))
     pending_names = [name for name in names if name not in digests]
     new_digests: dict[str, str] = {}
 
-    def compute_share() -> None:
+    def compute_rank_digests() -> None:
         rank_names = pending_names[device.rank() :: device.world_size()]
         new_digests.update(durable.digests(folder, rank_names))
 
-    run_write_step(compute_share, "bring the checkpoint to the disk", folder)
+    run_write_step(compute_rank_digests, "flush the checkpoint to the disk", folder)
     for gathered in gather_objects(new_digests):
         digests |= gathered
     return digests
@@ -252,11 +253,12 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
 
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files match their digests; None without any.
+    """Return the newest checkpoint in ``folder`` whose files match their digests, or None if there are none.
 
-    ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
-    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an
-    intact checkpoint. Raises UserError if all existing checkpoints are damaged. Collective over the world.
+    First, a checkpoint whose replacement was interrupted by a kill is renamed back. Damaged checkpoints are
+    not deleted. ``log`` receives a line for each renamed and each damaged checkpoint. If an intact checkpoint
+    exists, files of interrupted saves are deleted. Raises UserError if all checkpoints are damaged.
+    Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
         log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
@@ -265,7 +267,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
-            # If the last save of a run was interrupted, no later save deletes its remains.
+            # If the last save of a run was interrupted, no later save deletes its files.
             from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
 
@@ -277,7 +279,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
         raise UserError(
             "every checkpoint to continue from is damaged",
             where=str(folder),
-            expected="a checkpoint whose files are what was written",
+            expected="a checkpoint whose files match their digests",
             got=newest_damage,
             fix="restore one from a copy, or start over with checkpoint.resume=never",
         )
@@ -286,7 +288,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
 
 def require_intact(path: Path) -> None:
     """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
-    # A folder without a readable meta.json is no checkpoint: read_meta raises the error for that.
+    # Raises UserError for a folder that is not a checkpoint: it has no readable meta.json.
     read_meta(path)
     problems = find_damages(path)
     if problems:
@@ -302,14 +304,14 @@ def require_intact(path: Path) -> None:
 def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
     """Raise UserError for the first model folder whose files do not match their digests.
 
-    ``keys_by_folder`` are the configuration keys that name the folders. A folder without digests, such as a
-    download, is not verified. Collective over the world.
+    ``keys_by_folder`` maps each folder to the configuration key that names it. A folder without digests, such
+    as a download, is not verified. Collective over the world.
     """
     for path, key in keys_by_folder.items():
         problems = find_model_damages(Path(path))
         if problems:
             raise UserError(
-                "a model that is to be read is damaged",
+                "the model folder is damaged",
                 where=f"{key}: {path}",
                 expected="files that match their digests",
                 got=summarize_damages(problems),
@@ -319,7 +321,10 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
 
 
 def find_model_damages(folder: Path) -> list[str]:
-    """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
+    """Return a line for each damaged file of a model folder, or [] if the folder has no digests.
+
+    Collective over the world.
+    """
     has_digests = from_first_rank(lambda: durable.is_sealed(folder))
     if not has_digests:
         return []
@@ -327,7 +332,7 @@ def find_model_damages(folder: Path) -> list[str]:
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
-    """Return the first lines of `find_damages` as one line."""
+    """Join the first lines of `find_damages` into one line, with the number of omitted ones."""
     text = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
         text += f" and {len(problems) - _SHOWN_PROBLEMS} more"
@@ -335,9 +340,9 @@ def summarize_damages(problems: Sequence[str]) -> str:
 
 
 def find_damages(path: Path) -> list[str]:
-    """Return a line for each file that does not match its digest; each rank reads a share of the files.
+    """Return a line for each file of a folder that does not match its digest, equal on all ranks.
 
-    Collective over the world.
+    The files are divided among the ranks. Collective over the world.
     """
     digests = from_first_rank(lambda: durable.read_digests(path))
     if digests is None:

@@ -1,7 +1,8 @@
-"""Checkpoints for Megatron-LM: write weights that it loads, and read the state of Adam that it saved.
+"""Checkpoints for Megatron-LM: write weights that it can load, and read Adam's state that it saved.
 
-The idea: both directions go through Megatron's distributed format, which any layout can read. So a written
-checkpoint has no layout, and a saved optimizer is read slice by slice on the layout of this run.
+The idea: both directions use Megatron's distributed format, which any parallel layout can read. So
+Megatron-LM can load a written checkpoint on any layout, and each rank of this run reads only the slices of a
+saved optimizer that its own layout needs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, re
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
-from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed
-from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
+from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed_checkpoint
+from megatron_rl.hf.weights import assigned_parameters, fill_parameters, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -38,23 +39,23 @@ from megatron_rl.types import TensorBox
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
-_MOST_POSITIONS = 1 << 20
-"""Largest --max-position-embeddings that is written."""
+_MAX_POSITIONS = 1 << 20
+"""Upper bound of the --max-position-embeddings in written checkpoints."""
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""Metadata that tells Megatron-LM's reader how sharded states are named."""
+"""Metadata from which Megatron-LM's loader derives the names of sharded states."""
 _LISTED = 6
-"""Names that an error lists."""
+"""Maximum number of tensor names in an error."""
 
 
 # --- Writing for Megatron-LM
 
 
 def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a model's Megatron checkpoints, and the iteration that they count from.
+    """Return the Megatron-LM arguments to save with a model, and the iteration from which its steps count.
 
     ``source`` is the folder of the model that training began with. If it points to a Megatron checkpoint,
-    they are that checkpoint's; otherwise the arguments follow from config.json. Raises UserError for a model
-    that Megatron-LM has no arguments for.
+    arguments and iteration are that checkpoint's. Otherwise the arguments are derived from config.json, and
+    the iteration is 0. Raises UserError for a model that Megatron-LM has no arguments for.
     """
     model = read_pretrained(Path(source) / "config.json")
     arguments = arguments_of(model)
@@ -62,11 +63,11 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
 
-    positions = min(model.shape.max_positions, _MOST_POSITIONS)
+    positions = min(model.shape.max_positions, _MAX_POSITIONS)
     padding = -model.shape.vocab % VOCABULARY_MULTIPLE
     padded_vocabulary = model.shape.vocab + padding
 
-    # Arguments that pretrain_gpt.py needs in addition to the model's.
+    # Arguments that pretrain_gpt.py needs in addition to those of the model.
     arguments |= {
         "seq_length": positions,
         "max_position_embeddings": positions,
@@ -81,7 +82,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Return the folder of one iteration in the --save folder of Megatron-LM."""
+    """Return the path of one iteration, such as ``iter_0000100``, in Megatron-LM's --save folder."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
@@ -94,9 +95,10 @@ def save_megatron(
 ) -> Path:
     """Write ``iter_N`` and the tracker for pretrain_gpt.py --load; return the path of ``iter_N``.
 
-    ``arguments`` come from `checkpoint_arguments`, equal on every rank. Adapters are merged into the
-    weights. Optimizer and random generators are not stored, as the arguments state. Older iterations beyond
-    ``keep`` are removed. Collective over the world; the folder is on a file system that all ranks share.
+    ``arguments`` come from `checkpoint_arguments`, equal on every rank; ``model`` is None on ranks outside
+    its layout. Adapters are merged into the weights. Optimizer and random generators are not saved: the saved
+    arguments contain --no-save-optim and --no-save-rng. At most ``keep`` iterations remain, or all if it is
+    None. Collective over the world; the folder is on a file system that all ranks share.
     """
     final = iteration_folder(folder, iteration)
     partial_folder = partial_of(final)
@@ -104,7 +106,7 @@ def save_megatron(
     def prepare() -> None:
         if device.rank() == 0:
             final.parent.mkdir(parents=True, exist_ok=True)
-            # A kill may have interrupted the replacement of an iteration.
+            # If a kill interrupted the replacement of an iteration, rename the older one back.
             durable.recover_replaced(final.parent)
             durable.remove(partial_folder)
             partial_folder.mkdir()
@@ -112,7 +114,7 @@ def save_megatron(
     def publish() -> None:
         if device.rank() == 0:
             durable.publish(partial_folder, final)
-            # The tracker names an iteration only when it is complete.
+            # After `publish`: the tracker must never name an incomplete iteration.
             durable.write_text(final.parent / TRACKER, str(iteration))
             for old_folder in _surplus_iterations(final, keep):
                 durable.remove(old_folder)
@@ -128,17 +130,17 @@ def save_megatron(
 
 
 def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
-    """Return the oldest iterations before ``final`` that exceed ``keep``, which counts ``final`` too."""
+    """Return the oldest iterations to remove so that ``keep`` remain, of which ``final`` is the newest."""
     if keep is None:
         return []
 
-    # Names sort as iterations do: their numbers have leading zeros.
-    earlier: list[Path] = []
+    # Alphabetical order is the order of iterations: their numbers have leading zeros.
+    earlier_folders: list[Path] = []
     for path in sorted(final.parent.glob("iter_*")):
         if re.fullmatch(r"iter_\d+", path.name) and path.name < final.name:
-            earlier.append(path)
-    surplus = len(earlier) + 1 - keep
-    return earlier[: max(surplus, 0)]
+            earlier_folders.append(path)
+    surplus = len(earlier_folders) + 1 - keep
+    return earlier_folders[: max(surplus, 0)]
 
 
 def _state(
@@ -146,11 +148,14 @@ def _state(
     arguments: Mapping[str, Any],
     iteration: int,
 ) -> dict[str, Any]:
-    """Return the state of a Megatron-LM checkpoint without optimizer, schedule and random generators."""
+    """Return Megatron-LM's checkpoint state: arguments, iteration and the sharded weights of this rank.
+
+    It has no optimizer, learning-rate schedule or random generators.
+    """
     namespace = {
         **{name: _torch_value(value) for name, value in arguments.items()},
         "iteration": iteration,
-        # If the sizes are its own, Megatron-LM expects random generators, which are not stored.
+        # Megatron-LM expects random generators, which are not stored, if these sizes equal its own.
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -181,17 +186,17 @@ def _state(
 
 
 def _torch_value(value: Any) -> Any:
-    """Return the torch object that a string such as ``torch.bfloat16`` names; other values as they are."""
+    """Return the torch object that a string such as "torch.bfloat16" names; return other values unchanged."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
 
 
 def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
-    """Return a sharded vocabulary tensor with ``row_count`` rows in all, and other values as they are.
+    """Change the padding of a sharded embedding or output tensor so that it has ``row_count`` rows in total.
 
-    This layout pads the vocabulary to a multiple of its tensor-parallel ranks, Megatron-LM to its own
-    multiple. The last rank adds or drops rows of padding.
+    This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
+    The last tensor-parallel rank adds or removes rows of zeros. Other values are returned unchanged.
     """
     vocabulary = vocabulary_names(model.spec.model.shape)
     if not isinstance(value, ShardedTensor) or value.key not in vocabulary:
@@ -215,7 +220,7 @@ def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
         local_shape=tuple(data.shape),
         global_shape=(row_count, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
-        # The shards differ in size.
+        # A number of equal shards, which these are not: the last one has another size.
         axis_fragmentations=None,
     )
 
@@ -225,24 +230,25 @@ def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
-    """Restore Adam's moments and step count from the Megatron checkpoint that a model's folder points to.
+    """Restore Adam's moments and step count from a Megatron checkpoint.
 
-    float32 master weights are restored too, if they were saved. Each rank reads the slices of its own
-    tensors, on any layout; learning rate and decay stay as configured. Raises UserError, on all ranks, if
-    master weights in flat buffers differ from the checkpoint's weights. Collective over the model's ranks.
+    ``source`` is a model folder that points to the checkpoint. float32 master weights are restored too, if
+    they were saved. Each rank reads only the slices that its shard of the model needs, on any layout.
+    Learning rate and decay stay as configured. Raises UserError, on all ranks, if master weights in flat
+    buffers differ from the checkpoint's weights. Collective over the model's ranks.
     """
     model = optimizer.model
     with model.scope():
         initialise_states(optimizer)
-    checkpoint = read_pointed(source)
-    assert checkpoint.steps is not None, "checked before"
+    checkpoint = read_pointed_checkpoint(source)
+    assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
-    # One state at a time, on the host: a rank keeps only its data-parallel share of it.
+    # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
     for state, open_files in _states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
-        fill(values, model, open_files)
+        fill_parameters(values, model, open_files)
 
         # Megatron's optimizers call the master weights "param".
         state_name = state
@@ -254,7 +260,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     restore_steps(optimizer, checkpoint.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 def _states(
@@ -262,14 +268,17 @@ def _states(
     source: str | Path,
     checkpoint: MegatronCheckpoint,
 ) -> Iterator[tuple[str, Callable[[], MegatronFiles]]]:
-    """Yield each optimizer state with a function that opens its files. Collective over the model's ranks."""
-    # A fully reshardable optimizer has a tensor per parameter and state.
+    """Yield each optimizer state's name with a function that opens its tensors for reading.
+
+    Collective over the model's ranks.
+    """
+    # An optimizer in the fully reshardable format has a named tensor per parameter and state.
     if checkpoint.states:
         for state in checkpoint.states:
             yield state, partial(MegatronFiles, source, checkpoint.state(state))
         return
 
-    # Any other one has flat buffers without names.
+    # Other formats have flat buffers without parameter names.
     buffers = _verified_buffers(model, source, checkpoint)
     for state in checkpoint.buffers:
         yield state, partial(buffers.with_state, state)
@@ -280,19 +289,19 @@ def _verified_buffers(
     source: str | Path,
     checkpoint: MegatronCheckpoint,
 ) -> BufferFiles:
-    """Return the optimizer's flat buffers with the parameter order that agrees with the model's weights.
+    """Return a reader of the optimizer's flat buffers, with the order of parameters in them.
 
-    Flat buffers have no parameter names, but their float32 master weights must equal the model's weights.
-    Each rank compares the parameters that it reads in `fill`. Raises UserError on all ranks if no order
-    agrees. Collective over the model's ranks.
+    Flat buffers have no parameter names. The right order is the one in which the float32 master weights in
+    the buffers equal the checkpoint's model weights. Each rank compares the parameters that it will read.
+    Raises UserError on all ranks if no order matches. Collective over the model's ranks.
     """
-    # The model weights, to compare the master weights with.
+    # The model weights that the master weights are compared with.
     weights = MegatronFiles(source, checkpoint)
     assigned_names = assigned_parameters(live_parameters(model), model)
     boxes = [box for box in source_boxes(model) if box.storage in assigned_names]
 
     shape = read_pretrained(Path(source) / "config.json").shape
-    differing: list[str] = []
+    differing_names: list[str] = []
     for parameters in checkpoint.flat_parameters(shape):
         masters = BufferFiles(source, checkpoint, parameters)
         names = run_on_all_ranks_or_raise(
@@ -300,17 +309,17 @@ def _verified_buffers(
             "read the optimizer's state",
             model.groups.all,
         )
-        differing = [name for name in names if name is not None]
-        if not differing:
+        differing_names = [name for name in names if name is not None]
+        if not differing_names:
             return masters
 
-    names = ", ".join(sorted(set(differing))[:_LISTED])
+    names = ", ".join(sorted(set(differing_names))[:_LISTED])
     raise UserError(
-        "the optimizer's buffers in the Megatron checkpoint hold other weights than its model does",
+        "the master weights in the Megatron checkpoint's optimizer differ from the weights of its model",
         where="model.resume_optimizer",
         expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
         "each from a multiple of 64 elements",
-        got=f"{checkpoint.path}: other values in the place of {names}",
+        got=f"{checkpoint.path}: other values at the positions of {names}",
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts from zero",
     )
@@ -321,19 +330,23 @@ def _first_difference(
     weights: MegatronFiles,
     boxes: Sequence[TensorBox],
 ) -> str | None:
-    """Return the tensor of the first of ``boxes`` whose master weights differ from the weights, or None."""
+    """Return the name of the first tensor in ``boxes`` whose master weights differ from its weights.
+
+    Returns None if all are equal up to rounding.
+    """
     for box in boxes:
-        if not _agree(masters, weights, box):
+        if not _is_equal_up_to_rounding(masters, weights, box):
             return box.name
     return None
 
 
-def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
-    """Return whether the master weights of a box equal the weights up to rounding."""
+def _is_equal_up_to_rounding(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
+    """Return whether the float32 master weights in a box equal the model weights up to rounding."""
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
 
-    # A weight is its master rounded to the weight's dtype; below the smallest normal number absolutely.
+    # A weight is its master weight rounded to the model's dtype. The rounding error is relative, except below
+    # the smallest normal number, where it is absolute.
     rounding = torch.finfo(weight.dtype)
     return torch.allclose(
         master.float(),
@@ -349,7 +362,10 @@ def _set_state(
     state: str,
     values: Mapping[str, Tensor],
 ) -> None:
-    """Copy one optimizer state into one of Megatron's optimizers, from complete tensors by parameter name."""
+    """Copy one optimizer state into one of Megatron's optimizers.
+
+    ``values`` has a tensor of the parameter's shape for each name "chunk index.parameter name".
+    """
     is_distributed = hasattr(sub_optimizer, "model_param_gbuf_map")
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
@@ -366,8 +382,11 @@ def _set_shard(
     state: str,
     value: Tensor,
 ) -> None:
-    """Copy this rank's range of a flattened parameter into a distributed optimizer that has the parameter."""
-    # Dense and expert parameters are in optimizers of their own.
+    """Copy this rank's data-parallel range of a state into a distributed optimizer.
+
+    Does nothing if the optimizer does not have the parameter.
+    """
+    # Dense and expert parameters are in separate optimizers.
     if parameter not in sub_optimizer.model_param_gbuf_map:
         return
 
@@ -382,8 +401,11 @@ def _set_complete(
     state: str,
     value: Tensor,
 ) -> None:
-    """Copy a state into an optimizer that is not distributed and has the parameter."""
-    # It has a master weight for each half-precision one.
+    """Copy a state into an optimizer that is not distributed.
+
+    Does nothing if the optimizer does not have the parameter.
+    """
+    # Its states belong to the float32 master weight of a half-precision parameter, if there is one.
     main_parameter = getattr(parameter, "main_param", parameter)
     optimizer_state = sub_optimizer.optimizer.state
     if main_parameter not in optimizer_state:

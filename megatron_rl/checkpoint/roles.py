@@ -1,11 +1,11 @@
-"""Checkpoints of a run: every trained role with the state that its next step depends on, on any layout.
+"""Checkpoints of a run: save every trained role and the run's state; restore them on any parallel layout.
 
 A checkpoint is a folder:
 
 ```
-ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; an optimizer in the
-                shards of its layout (`SAME`) has an index, with which any layout can read it, too
-rollout/        the actor's weights that responses are sampled from, if these are older than actor/
+ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; if the optimizer is
+                stored in the shards of its layout (`SAME`), an index with which other layouts can read it
+rollout/        the actor weights that responses are sampled from, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role
@@ -64,11 +64,11 @@ from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 _OPTIMIZER_BYTES = 12
-"""Bytes of optimizer state per trained parameter: a float32 copy and two moments."""
+"""Bytes of optimizer state per trained parameter: a float32 master weight and Adam's two moments."""
 
 
 class TrainedRole(NamedTuple):
-    """A role's model and optimizer, as they are saved and restored.
+    """A role's model and optimizer on this rank, to save or to restore.
 
     Example: ``TrainedRole(model, optimizer)`` on the role's ranks, ``TrainedRole(None, None)`` on others.
     """
@@ -76,9 +76,9 @@ class TrainedRole(NamedTuple):
     model: ParallelModel | None
     """This rank's shard of the model; None on ranks outside the role's layout."""
     optimizer: Optimizer | None
-    """Optimizer of this shard; None with ``model``, and for weights without one."""
+    """Optimizer of this shard; None if ``model`` is None or only weights are stored."""
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context in which ``model`` has the weights to save or restore; outside of it, it may have others."""
+    """Context in which ``model`` has the weights to save or restore; outside it, its weights may differ."""
 
 
 # --- Saving
@@ -100,24 +100,25 @@ def save(
     world; the folder is on a file system that all ranks share.
 
     Arguments:
-        roles: the trained roles by name, in the same order on every rank; the entries of the first one, the
-            actor, are repeated at the top level of meta.json.
+        roles: the trained roles by name, in the same order on every rank. The first one is the actor, whose
+            entries are repeated at the top level of meta.json.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
-        keep: number of checkpoints to retain, None for all.
+        keep: number of checkpoints to retain, or None for all.
         best: steps whose checkpoints are retained in addition.
         layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
-        in_background: write from copies while models may change, until the caller finishes the returned
-            `PendingCheckpoint`; otherwise it is finished here.
+        in_background: write from copies, so that the models may change meanwhile; the caller must call
+            `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
     final = Path(directory)
     partial = partial_of(final)
     first_role = next(iter(roles))
 
-    # The free space is compared with the whole checkpoint before anything is written.
+    # Before anything is written, `_prepare` compares the free space with the size of the whole checkpoint.
     rank_bytes = sum(_stored_bytes(role) for role in roles.values())
     checkpoint_bytes = sum(gather_objects(rank_bytes))
 
-    # The first rank of the world writes for all roles, also those whose layouts it is outside of.
+    # The first rank of the world writes meta.json and state.pt for all roles, even if their layouts exclude
+    # it.
     schedules: dict[str, Any] = {}
     roles_meta: dict[str, Any] = {}
     for name, role in roles.items():
@@ -156,7 +157,7 @@ def save(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # Weights that are in the model only for a moment are copied, as for a background write.
+            # Weights that are in the model only inside this context are copied, as for a background write.
             copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=copies)
@@ -185,7 +186,7 @@ def _prepare(
             require_shards(role.optimizer)
 
     if device.rank() == 0:
-        # A save that was killed leaves its partial folder.
+        # A killed save leaves its partial folder.
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
@@ -194,7 +195,7 @@ def _prepare(
 
 
 def _stored_bytes(role: TrainedRole) -> int:
-    """Return the bytes of this rank's share of a role in a checkpoint, counting each shard on one rank."""
+    """Return the bytes of a role's checkpoint that this rank counts; the sum over all ranks is its size."""
     if role.model is None:
         return 0
 
@@ -217,7 +218,10 @@ def _stored_bytes(role: TrainedRole) -> int:
 
 
 def _from_layout(value: Any, model: ParallelModel | None) -> Any:
-    """Return the value of the first rank of the model's layout. Collective over the world."""
+    """Return, on all ranks of the world, the value on the first rank of the model's layout.
+
+    ``model`` is None on ranks outside the layout. Collective over the world.
+    """
     # In a tuple: the value itself may be None.
     message = None
     if model is not None and model.groups.layout.ranks[0] == device.rank():
@@ -241,13 +245,13 @@ def load(
 ) -> dict[str, Any]:
     """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
-    ``types`` are classes that ``state`` may contain besides plain values and tensors. A checkpoint that would
-    run code is refused unless it is ``trusted``.
+    ``types`` are classes that ``state`` may contain besides plain values and tensors. Raises UserError if
+    loading could run code from the checkpoint, unless it is ``trusted``.
 
-    On the layouts that saved it, the random generators of every rank are restored; on others they are seeded
-    from the saved seed and step. Learning rate, decay and other settings stay as configured. Raises
-    UserError, before any tensor changes, if the checkpoint is of another model or optimizer. Collective over
-    the world.
+    If all roles have the layouts of the save, the random generators of every rank are restored; otherwise
+    they are seeded from the saved seed and step. Learning rate, decay and other settings stay as configured.
+    Raises UserError, before any tensor changes, if the checkpoint has a different model or optimizer.
+    Collective over the world.
     """
     folder = Path(directory)
 
@@ -267,7 +271,8 @@ def load(
         refuse_code(folder / name, trusted=trusted)
     content = _read(folder / "state.pt", types)
 
-    # Every rank needs every role's layout, to choose between two loads that are collective over the world.
+    # Both loads below are collective over the world: every rank needs every role's layout to choose the same
+    # one.
     layouts: dict[str, Any] = {}
     for name, role in roles.items():
         role_layout = None
@@ -290,7 +295,7 @@ def load(
             scheduler.num_steps = 0
             scheduler.step(content["schedules"][name])
 
-    # Generators differ between ranks, so that they belong to a layout.
+    # Each rank's generators have been used for its shards, so they fit only the layouts of the save.
     if all(layouts[name] == roles_meta[name]["layout"] for name in roles):
         generator_path = folder / "rng" / f"rank_{device.rank()}.pt"
         _set_generator_states(_read(generator_path))
@@ -301,7 +306,7 @@ def load(
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Return the saved ``state`` of a checkpoint whose state is plain values and tensors."""
+    """Return the ``state`` that `save` stored in a checkpoint; it must be plain values and tensors."""
     require_state_format(directory, read_meta(directory))
     return _read(Path(directory) / "state.pt")["state"]
 
@@ -312,7 +317,7 @@ def load_model(
     *,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """Restore the actor's weights alone, also into a model without optimizer; return the meta.json.
+    """Restore the actor's weights without its optimizer; return the content of meta.json.
 
     Raises UserError as `load` does, and for damaged files. Collective over the world.
     """
@@ -327,9 +332,11 @@ def load_model(
 
 
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
-    """Return the content of a file of plain values, tensors and ``types``; raises UserError for any other."""
+    """Return the content of a torch.save file of plain values, tensors and ``types``.
+
+    Raises UserError if the file is unreadable or contains an object of the wrong type.
+    """
     try:
-        # Only plain values, tensors and these classes are unpickled.
         with torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -338,7 +345,7 @@ def _read(path: Path, types: Sequence[type] = ()) -> Any:
             path,
             error,
             expected="plain values and tensors, as a save writes them",
-            fix="use another checkpoint: this one is damaged, or of another version",
+            fix="use another checkpoint: this one is damaged or from another version of megatron_rl",
         ) from error
 
 
@@ -346,6 +353,7 @@ def _read(path: Path, types: Sequence[type] = ()) -> Any:
 
 
 def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of meta.json about the run: step, seed and package versions."""
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
@@ -382,30 +390,35 @@ def _role_meta(
 
 
 def _layout_meta(model: ParallelModel) -> dict[str, Any]:
+    """Return the parallel layout of a model as an entry of meta.json."""
     values = asdict(model.groups.layout)
-    # As JSON has it: the entry is compared with one that was read.
+    # JSON has no tuples: the entry must equal one that was read from a file.
     values["ranks"] = list(values["ranks"])
     values["world_size"] = device.world_size()
     return values
 
 
 def _dtype(model: ParallelModel) -> str:
+    """Return the name of the parameters' dtype, such as "bfloat16"."""
     return str(model.transformer_config.params_dtype).removeprefix("torch.")
 
 
 def _layer_kind(model: ParallelModel) -> str:
+    """Return whose layers the model consists of: "transformer_engine" or "torch"."""
     if model.uses_transformer_engine:
         return "transformer_engine"
     return "torch"
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
+    """Return the optimizer's entry of meta.json, or None without an optimizer."""
     if optimizer is None:
         return None
     return optimizer_kind(optimizer.config.name, optimizer.config.distributed)
 
 
 def _adapters(model: ParallelModel) -> str | None:
+    """Describe rank, alpha and targets of the model's LoRA adapters, or return None without adapters."""
     adapters = model.adapters
     if adapters is None:
         return None
@@ -413,6 +426,7 @@ def _adapters(model: ParallelModel) -> str | None:
 
 
 def _adapter_base(model: ParallelModel) -> str | None:
+    """Return the checksum of the base weights of the model's adapters, or None without adapters."""
     if model.adapters is None:
         return None
     return model.adapters.base
@@ -425,7 +439,10 @@ def _require_same_role(
     model: ParallelModel,
     optimizer: Optimizer | None,
 ) -> None:
-    """Raise UserError if a role's entry of meta.json is of another model, other layers or optimizer."""
+    """Raise UserError if meta.json has a different model, layer kind, adapter or optimizer for the role.
+
+    If ``optimizer`` is None, optimizer and dtype are not compared.
+    """
     check_same_model(folder, meta["model"], pretrained(model.hf_config))
     build = {
         "layers": _layer_kind(model),
@@ -442,9 +459,9 @@ def _require_same_role(
 
 
 def _generator_states() -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy and torch as plain values and tensors."""
+    """Return the states of the random generators of Python, NumPy and torch as plain values and tensors."""
     numpy_state: Any = np.random.get_state(legacy=False)
-    # A list: NumPy's arrays cannot be loaded as plain values.
+    # A list, because torch.load(weights_only=True) refuses NumPy arrays.
     generator = dict(numpy_state["state"])
     generator["key"] = generator["key"].tolist()
     return {
@@ -455,7 +472,7 @@ def _generator_states() -> dict[str, Any]:
 
 
 def _set_generator_states(states: Mapping[str, Any]) -> None:
-    """Restore the generators from `_generator_states`."""
+    """Set the random generators of Python, NumPy and torch to the states from `_generator_states`."""
     random.setstate(states["python"])
 
     numpy_state = states["numpy"]
@@ -469,9 +486,10 @@ def _set_generator_states(states: Mapping[str, Any]) -> None:
 def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
     """Seed every random generator of this rank from the run's seed and a step.
 
-    On the device, the tensor-parallel ranks of ``model`` get different seeds.
+    The device's generators get a different seed on each tensor-parallel rank of ``model``.
     """
-    # A SeedSequence mixes both: neighbouring steps get unrelated seeds. Every generator takes 31 bits.
+    # SeedSequence hashes both numbers, so that neighbouring steps get unrelated seeds. All generators accept
+    # a seed of 31 bits.
     sequence = np.random.SeedSequence([seed, step])
     value = int(sequence.generate_state(1)[0]) >> 1
     random.seed(value)

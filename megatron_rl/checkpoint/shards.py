@@ -1,9 +1,9 @@
-"""Read an optimizer that was saved in the shards of one layout (`SAME`) on any other, without a gather.
+"""Load an optimizer that was saved in the shards of one layout (`SAME`) on another layout, without a gather.
 
-Megatron writes each rank's part of its flat optimizer buffers as it is in memory, and these buffers have no
-names. The one idea: each group of ranks with equal parameters also writes an index of them, which maps each
-box of each global tensor to its elements in a buffer. A rank of another layout then reads the ranges of its
-own parameters, one parameter and one state at a time, and copies them bit for bit.
+For `SAME`, Megatron writes each rank's range of the flat optimizer buffers unchanged, without parameter
+names. The one idea: each data-parallel group also writes an index of its buffers, which maps each box (slice
+in all dimensions) of a global tensor to its elements in a buffer. On another layout, each rank reads the
+elements of its own parameters, one parameter and one state at a time, and copies them bit for bit.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from megatron_rl.progress import count_progress
 from megatron_rl.weights.boxes import intersect
 
 _INDEX = "parameters_*.json"
-"""Files with the index, one of each group of ranks with equal parameters."""
+"""Pattern of the index files; the first rank of each data-parallel group writes one."""
 
 
 @dataclass(frozen=True)
 class ParameterBox:
-    """Box of a global tensor in the flattened parameter of a rank.
+    """Location of one box of a global tensor in a rank's flattened parameter.
 
     Example: the second of two tensor-parallel ranks holds rows 4 to 7 of an [8, 2] tensor:
     ``ParameterBox("w", start=(4, 0), size=(4, 2), first=0, strides=(2, 1))``.
@@ -58,19 +58,23 @@ class ParameterBox:
     size: tuple[int, ...]
     """Extent of the box in each dimension."""
     first: int
-    """Element of the flattened parameter with the box's first value."""
+    """Offset of the box's first value in the flattened parameter, in elements."""
     strides: tuple[int, ...]
-    """Elements of the parameter between neighbours in each dimension."""
+    """Strides of the box in the flattened parameter, in elements, one per dimension."""
 
     def offset(self, start: tuple[int, ...]) -> int:
-        """Return the element of the flattened parameter at an index of the global tensor."""
+        """Return the offset in the flattened parameter of the global tensor's value at index ``start``."""
         offset = self.first
         for index, origin, stride in zip(start, self.start, self.strides, strict=True):
             offset += (index - origin) * stride
         return offset
 
     def within(self, begin: int, end: int) -> ParameterBox:
-        """Return the slices of the box along one dimension that reach into a range of elements."""
+        """Return the part of this box that covers a range of the flattened parameter.
+
+        ``begin`` and ``end`` are offsets in elements. The box is narrowed along its dimension of largest
+        stride, so it may contain values outside the range.
+        """
         dims = [dim for dim, extent in enumerate(self.size) if extent > 1]
         if not dims:
             return self
@@ -96,23 +100,23 @@ class ParameterBox:
 
 @dataclass(frozen=True)
 class _StoredBox:
-    """Box of a saved parameter, and the location of the parameter in the buffers."""
+    """Box of a saved parameter, and the location of the parameter in the saved optimizer buffers."""
 
     box: ParameterBox
     """Box in the flattened parameter of the rank that saved it."""
     bucket: Bucket
     """Bucket that contains the parameter."""
     begin: int
-    """First element of the parameter in the bucket."""
+    """Offset of the parameter's first element in the bucket."""
 
 
 # --- Saving
 
 
 def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> list[Path]:
-    """Write the index of the buffers in which this rank is the first of its data-parallel group.
+    """Write the index of the optimizer buffers whose data-parallel group this rank is the first of.
 
-    Returns the written file, if there is one.
+    Returns a list with the path of the written file, or an empty list if this rank writes none.
     """
     if model is None or optimizer is None:
         return []
@@ -132,7 +136,8 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
         for buffer_index, buffer in enumerate(sub_optimizer.buffers):
             for parameter, (start, _, bucket_index) in buffer.param_index_map.items():
                 bucket = Bucket(number, group, buffer_index, bucket_index)
-                # Megatron counts from the buffer's first element; a checkpoint stores each bucket by itself.
+                # Megatron's offset is relative to the buffer; the checkpoint has a separate tensor per
+                # bucket.
                 begin = start - buffer.buckets[bucket_index].offset
                 for box in _parameter_boxes(sharded_parameters[parameter]):
                     entry = {"bucket": list(bucket), "begin": begin}
@@ -147,13 +152,17 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
 
 def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return parameter -> Megatron's ShardedTensor or factory, which locates it in the global tensors."""
+    """Return parameter -> its ShardedTensor or ShardedTensorFactory from Megatron's sharded ``state``."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
     return {item.data: item for item in nested_values(sharded) if item.data is not None}
 
 
 def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
-    """Return the boxes of global tensors in a parameter; an empty list if they are not views of it."""
+    """Return the boxes of global tensors that a parameter consists of.
+
+    ``sharded`` is the parameter's ShardedTensor or ShardedTensorFactory. Returns an empty list if a factory
+    copies the parameter's values, since the boxes are then not views of the parameter.
+    """
     # On the meta device a view has an offset and strides, but no values.
     parameter = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     tensors: list[Any] = [replace(sharded, data=parameter)]
@@ -162,18 +171,18 @@ def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
 
     boxes = []
     for tensor in tensors:
-        # A factory may copy: then the strides are the copy's, not the parameter's.
+        # If a factory copies, the strides are those of the copy, not of the parameter.
         if tensor.data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             return []
 
-        # A global tensor may stack local ones, as of layers: its leading dimensions are not in the parameter.
-        leading = tensor.prepend_axis_num
+        # A global tensor may stack the parameters of all layers: the parameter lacks the leading dimensions.
+        num_stacked_dims = tensor.prepend_axis_num
         box = ParameterBox(
             tensor.key,
             start=tuple(tensor.global_offset),
-            size=(1,) * leading + tuple(tensor.local_shape),
+            size=(1,) * num_stacked_dims + tuple(tensor.local_shape),
             first=tensor.data.storage_offset(),
-            strides=(0,) * leading + tuple(tensor.data.stride()),
+            strides=(0,) * num_stacked_dims + tuple(tensor.data.stride()),
         )
         boxes.append(box)
     return boxes
@@ -183,12 +192,13 @@ def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
 
 
 def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
-    """Restore a model and its optimizer on any layout, from the optimizer's shards of another one.
+    """Restore a model and its optimizer from a checkpoint whose optimizer was sharded for another layout.
 
-    Raises UserError, on all ranks, if a part of a parameter is not in the checkpoint. Collective over the
-    world.
+    ``folder`` is the role's folder in the checkpoint. Raises UserError, on all ranks, if values of a
+    parameter are not in the checkpoint. Collective over the world.
     """
-    # Before the weights: an optimizer in host memory writes its copies of them, which are older.
+    # Before the weights are loaded: with an optimizer in host memory, this call overwrites the model's
+    # weights with the optimizer's copies of them.
     if model is not None and optimizer is not None:
         with megatron_scope(model):
             initialise_states(optimizer)
@@ -208,7 +218,10 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
 @torch.no_grad()
 def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> None:
-    """Read this rank's shards of all optimizer states."""
+    """Read this rank's data-parallel shards of all optimizer states from the checkpoint's buffers.
+
+    ``sharded`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
+    """
     boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded.items()}
     tensor_names: set[str] = set()
     for boxes in boxes_by_parameter.values():
@@ -217,11 +230,11 @@ def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> Non
     index = _read_index(folder, tensor_names)
     files = BucketReader(folder, read_tensors(folder).buffers)
 
-    # One parameter and one state at a time: the host holds a single unsharded parameter.
+    # One parameter and one state at a time, so that host memory has a single unsharded parameter.
     for sub_optimizer in optimizer.parts:
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
-            # Only rows that pad the vocabulary of this layout may be absent.
+            # Only the rows with which this layout pads the vocabulary may be absent from the checkpoint.
             may_be_absent = getattr(sharded[parameter], "allow_shape_mismatch", False)
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
@@ -244,7 +257,7 @@ def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> Non
     restore_steps(optimizer, index.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 def _copy_box(
@@ -254,42 +267,45 @@ def _copy_box(
     stored_boxes: Mapping[str, list[_StoredBox]],
     files: BucketReader,
 ) -> int:
-    """Copy one box of a state into a flattened parameter; return how many elements the checkpoint lacks."""
-    copied = 0
-    for stored in stored_boxes.get(box.key, ()):
-        source = stored.box
+    """Copy one box of an optimizer state from the checkpoint into ``values``, a flattened parameter.
+
+    Returns the number of elements of the box that the checkpoint does not have.
+    """
+    num_copied = 0
+    for stored_box in stored_boxes.get(box.key, ()):
+        source = stored_box.box
         overlap = intersect((box.start, box.size), (source.start, source.size))
         if overlap is None:
             continue
 
-        # Read the range of elements between the first and the last one of the overlap.
+        # Read the contiguous range from the first to the last element of the overlap.
         start, size = overlap
         count = 1
         for extent, stride in zip(size, source.strides, strict=True):
             count += (extent - 1) * stride
-        begin = stored.begin + source.offset(start)
-        elements = files.read(state, stored.bucket, begin, count)
+        begin = stored_box.begin + source.offset(start)
+        elements = files.read(state, stored_box.bucket, begin, count)
 
-        # Both sides see the overlap by their own strides.
+        # View the overlap with the strides of the saved and of the current parameter.
         source_view = elements.as_strided(size, source.strides, elements.storage_offset())
         target_view = values.as_strided(size, box.strides, box.offset(start))
         target_view.copy_(source_view)
-        copied += math.prod(size)
+        num_copied += math.prod(size)
 
-    return math.prod(box.size) - copied
+    return math.prod(box.size) - num_copied
 
 
 class _Index(NamedTuple):
-    """Index of a checkpoint's optimizer shards."""
+    """Index of a checkpoint's optimizer shards, merged from the files of all ranks that wrote one."""
 
     boxes: dict[str, list[_StoredBox]]
-    """Name of a global tensor -> its boxes, which do not overlap."""
+    """Name of a global tensor -> its saved boxes, without duplicates."""
     steps: int
     """Number of optimizer steps before the save."""
 
 
 def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
-    """Return the boxes of the named global tensors, each once, from the files of all ranks that wrote one."""
+    """Read the index files of a role's folder; return the boxes of the named global tensors, each once."""
     stored_boxes: dict[str, list[_StoredBox]] = {}
     unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
@@ -298,8 +314,8 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
         steps = max(steps, int(index["steps"]))
 
         for entry in index["parts"]:
-            stored = _stored_box(entry)
-            box = stored.box
+            stored_box = _stored_box(entry)
+            box = stored_box.box
             if box.key not in tensor_names:
                 continue
             # Tensor-parallel ranks save equal copies of parameters that are not sharded.
@@ -307,13 +323,13 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
             if box_key in unique_boxes:
                 continue
             unique_boxes.add(box_key)
-            stored_boxes.setdefault(box.key, []).append(stored)
+            stored_boxes.setdefault(box.key, []).append(stored_box)
 
     return _Index(stored_boxes, steps)
 
 
 def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
-    """Return one entry of an index; JSON has lists for tuples."""
+    """Parse one entry of an index file; JSON stores tuples as lists."""
     box = ParameterBox(
         entry["key"],
         tuple(entry["start"]),
@@ -325,7 +341,10 @@ def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
 
 
 def _absent_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
-    """Return the error of a box of a parameter that the checkpoint has no location of."""
+    """Return the error for optimizer state that the checkpoint's index does not locate.
+
+    ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.
+    """
     text = "a parameter whose shards Megatron copies"
     if box is not None:
         text = f"{box.key} from {list(box.start)}"

@@ -1,12 +1,13 @@
 """Weights and optimizer in Megatron's distributed format, which any parallel layout can read.
 
-Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module has the
-adjustments for models without either.
+Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module adjusts
+them for models that have neither.
 
-Megatron's asynchronous save plans a write, copies tensors to the host, and hands the writing to another
-process. A forked process loses the threads of vLLM and gloo; a spawned one opens a context of its own on each
-accelerator, fails without an accelerator, and is waited for without end if it dies. Here a thread of this
-process writes the copies: writing files and computing digests leave the interpreter to other threads.
+Megatron's asynchronous save plans a write, copies tensors to the host, and starts another process that writes
+them. A forked process loses the threads of vLLM and gloo. A spawned process creates another context on the
+accelerator and fails without an accelerator, and if it dies, the job waits for it forever. Here a thread of
+this process writes the copies instead. Writing files and computing digests release Python's global lock, so
+the thread does not block the others.
 """
 
 from __future__ import annotations
@@ -49,29 +50,30 @@ from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
 
 WRITERS = 2
-"""Files of about equal size per rank, written at once: Megatron's own default."""
+"""Number of files, of about equal size, that a rank writes in parallel: Megatron's default."""
 _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
-"""Megatron's names of the ways to lay out the distributed optimizer in a checkpoint."""
+"""Values of `checkpoint.optimizer_layout` -> Megatron's names of the optimizer's checkpoint formats."""
 
 
 # --- Writing
 
 
 class TensorWrite:
-    """The planned write of a state, sharded and common values, into an empty folder.
+    """The planned write of a sharded state and its common values into an empty folder.
 
-    The constructor copies this rank's shards from the accelerator into pinned host memory. Then `run` writes
-    them, on any thread, and `finish` writes the directory. Common values are the first rank's; the
-    constructor writes them. Call the constructor inside `megatron_scope`. Collective over the world.
+    The constructor copies this rank's shards from the accelerator into pinned host memory and, on the first
+    rank, writes the common values. Then `run` writes the shards, on any thread, and `finish` writes the index
+    of all tensors. Call the constructor inside `megatron_scope`. Collective over the world.
 
     Arguments:
-        folder: the folder, which all ranks share.
-        model: the model, None on ranks outside its layout.
+        folder: an empty folder on a file system that all ranks share.
+        model: the model, or None on ranks outside its layout.
         state: Megatron's sharded state.
-        content: metadata for readers of the checkpoint.
-        keep: copy tensors in host memory too, because the job may change them before they are written.
+        content: Megatron's content metadata, which readers of the checkpoint use; None to write none.
+        keep: also copy tensors that are already in host memory, because the job may change them before they
+            are written.
 
-    `files` are the files that this rank will write.
+    `files` are the paths of the files that this rank will write.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class TensorWrite:
     ) -> None:
         strategy: Any
         if model is None:
-            # Ranks outside the layout take part in the collectives of the save.
+            # Ranks outside the layout join the collectives of the save.
             strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
         else:
             # The wrapper distributes replicated tensors over the ranks that hold them.
@@ -107,7 +109,8 @@ class TensorWrite:
         if self._request.async_fn is None:
             return
 
-        # A bucket is a file: its path, its name, and (bytes, tensors) with the plan's item for each.
+        # Each bucket becomes a file: its path, its name, and lists of (plan item, value) for bytes and
+        # tensors.
         buckets = self._request.async_fn_args[1]
         if keep:
             for _, _, (_, tensors) in buckets:
@@ -118,17 +121,17 @@ class TensorWrite:
         self.files += [Path(path) for path, _, _ in buckets]
 
     def run(self) -> None:
-        """Write the copies, on any thread, and release them; raises the error of a failed write."""
+        """Write the copied shards, on any thread, and release their memory; raise if a write fails."""
         if self._request.async_fn is None:
             return
         transforms = self._request.async_fn.args[0]
         _, buckets, results = self._request.async_fn_args
-        # Without Megatron's decorator, which disables garbage collection in the whole process.
+        # Bypass Megatron's decorator, which disables garbage collection in the whole process.
         writer: Any = filesystem_async.FileSystemWriterAsync
         write_file = writer.write_preloaded_data.__wrapped__
 
         def write_bucket(index: int) -> Any:
-            # Megatron's function takes queues: one for its result, one that counts pending files.
+            # Megatron's function expects two queues: one for its result, one that counts pending files.
             outcomes: Any = queue.Queue()
             pending: Any = queue.Queue()
             pending.put(index)
@@ -140,37 +143,40 @@ class TensorWrite:
                 raise outcome
             return outcome
 
-        # `finish` reads the results of all files as one value, by index.
+        # Megatron's finalize functions expect one dict: file index -> result.
         with ThreadPoolExecutor(WRITERS) as pool:
             outcomes_by_file = pool.map(write_bucket, range(len(buckets)))
             results.put(dict(enumerate(outcomes_by_file)))
 
     def finish(self) -> None:
-        """Write the directory of all ranks' tensors, inside `megatron_mode`. Collective over the world."""
-        for finish in self._request.finalize_fns:
-            finish()
+        """Write the index of all ranks' tensors (.metadata). Call it inside `megatron_mode`.
+
+        Collective over the world.
+        """
+        for finalize in self._request.finalize_fns:
+            finalize()
 
 
 class _Save(TorchDistSaveShardedStrategy):
-    """Save strategy that leaves the results of a write in this process, not in one that Megatron starts."""
+    """Save strategy that returns the results of a write in this process instead of starting another one."""
 
     def async_save(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any
     ) -> Any:
-        """Return the plan of a write; the first rank writes the common values.
+        """Plan a write and return Megatron's request for it; the first rank writes the common values.
 
-        Common values are written to common.pt, which all versions of Megatron-Core read. Since 0.19
-        Megatron passes them here as one more value next to the tensors, and names the package whose writer to
-        use; here it is always Megatron-Core's own.
+        Common values are written to common.pt, which all versions of Megatron-Core can read. Since 0.19
+        Megatron passes them in ``sharded_state_dict`` next to the tensors, and passes the package whose
+        writer to use in ``writer_package``. Here the writer is always the one of Megatron-Core.
         """
         common = sharded_state_dict.pop("common_state", None)
         if common is not None and device.rank() == 0:
             torch.save(common.data, Path(checkpoint_dir) / "common.pt")
 
-        # Older versions take no package.
+        # Versions before 0.19 pass no package.
         package = ["mcore"] * len(writer_package)
 
-        # Without a queue Megatron would start a process that provides one.
+        # Megatron starts a process to create this queue unless one exists.
         filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
         try:
             return super().async_save(sharded_state_dict, checkpoint_dir, *package)
@@ -184,14 +190,17 @@ class _SaveOutsideLayout(_Save):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
         """Join the collectives of the ranks in the layout. Collective over the world.
 
-        Their wrapper gathers metadata over the world before it saves.
+        On those ranks, FullyParallelSaveStrategyWrapper gathers metadata over the world before it saves.
         """
         determine_global_metadata(sharded_state_dict)
         return super().async_save(sharded_state_dict, checkpoint_dir, *writer_package)
 
 
 def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
-    """Return the scope for calls of Megatron about a model, also on ranks outside its layout."""
+    """Return the context manager in which Megatron's checkpoint functions are called.
+
+    ``model`` is None on ranks outside its layout, which join the collectives of these functions.
+    """
     if model is None:
         return device.megatron_mode()
     return model.scope()
@@ -205,10 +214,11 @@ def begin_tensors(
     *,
     keep: bool,
 ) -> TensorWrite:
-    """Plan the write of a model and its optimizer into an empty folder; see `TensorWrite`.
+    """Plan the write of a model and its optimizer into an empty folder, and copy this rank's shards.
 
-    Ranks outside the layout pass no ``model``. ``layout`` is the way to store a distributed optimizer: `ANY`
-    gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the world.
+    ``model`` is None on ranks outside its layout. ``layout`` is how a distributed optimizer is stored: `ANY`
+    gathers it, `SAME` stores its shards. ``keep`` also copies tensors in host memory, as for `TensorWrite`.
+    Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
@@ -223,7 +233,10 @@ def begin_tensors(
 
 
 def require_shards(optimizer: Optimizer | None) -> None:
-    """Raise UserError if this rank has no part of a bucket of the optimizer, which Megatron cannot save."""
+    """Raise UserError if a bucket of the distributed optimizer has no parameter on this rank.
+
+    Megatron cannot save such a bucket in the shards of its layout (`SAME`).
+    """
     if optimizer is None:
         return
     buckets: list[Any] = []
@@ -251,12 +264,13 @@ def load_tensors(
     optimizer: Optimizer | None,
     layout: str = ANY,
 ) -> None:
-    """Read a model's weights and optimizer states in place; without ``optimizer`` only the weights.
+    """Load a model's weights and, unless ``optimizer`` is None, its optimizer states in place.
 
-    ``layout`` is the layout of the distributed optimizer in the checkpoint. Raises UserError if Megatron
-    finds no checkpoint that it can read. Collective over the world.
+    ``model`` is None on ranks outside its layout. ``layout`` is how the checkpoint stores a distributed
+    optimizer, `ANY` or `SAME`. Raises UserError if Megatron cannot read the checkpoint. Collective over the
+    world.
     """
-    # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.
+    # If data-parallel ranks divide the reading, ranks outside the layout must join additional collectives.
     shares_reading = model is not None and model.groups.data_context.size() > 1
     num_sharing_ranks = sum_over_ranks(torch.tensor([int(shares_reading)]))
     any_shares_reading = bool(num_sharing_ranks)
@@ -266,11 +280,12 @@ def load_tensors(
             dist_checkpointing.load({}, str(folder), _LoadOutsideLayout(any_shares_reading))
             return
 
-        # States must exist before their values can be restored in place.
+        # Optimizer states must exist before their values can be restored in place.
         if optimizer is not None:
             initialise_states(optimizer)
         state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
-        # Megatron-Core 0.19.2 annotates a class that the wrapper is not derived from, and calls `load` alone.
+        # Any: in Megatron-Core 0.19.2 the wrapper does not derive from the annotated class, but has its
+        # `load`.
         strategy: Any = FullyParallelLoadStrategyWrapper(
             TorchDistLoadShardedStrategy(),
             model.groups.data_context,
@@ -285,7 +300,7 @@ def load_tensors(
                 chunk.load_state_dict(chunk_state)
         _clear_padding(model)
 
-        # Megatron's state has common values, values of this rank alone, and sharded tensors.
+        # Megatron expects one state: common values, unsaved values of this rank, and sharded tensors.
         if optimizer is not None:
             optimizer_state = merge(loaded["optimizer_common"], rank_state)
             optimizer_state = merge(optimizer_state, loaded["optimizer"])
@@ -295,8 +310,9 @@ def load_tensors(
 class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
     """Load strategy of a rank outside the model's layout, which joins the collectives and reads nothing.
 
-    Megatron loads with all ranks of the job. If the data-parallel ranks of the layout share the reading, it
-    loads objects, then tensors, and then exchanges which rank has which objects.
+    Megatron's load is collective over all ranks of the job. If the data-parallel ranks of the layout divide
+    the reading among them (``shares_reading``), it loads objects, then tensors, and then gathers which rank
+    has which objects.
     """
 
     def __init__(self, shares_reading: bool) -> None:
@@ -306,7 +322,10 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
     def load(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sharded_state_dict: Any, checkpoint_dir: Path, *save_settings: Any
     ) -> Any:
-        """Join the collectives of a load; newer versions of Megatron pass how the checkpoint was saved."""
+        """Join the collectives of a load.
+
+        ``save_settings`` are arguments that newer versions of Megatron add.
+        """
         loaded = super().load(sharded_state_dict, checkpoint_dir, *save_settings)
         if self._shares_reading:
             super().load({}, checkpoint_dir, *save_settings)
@@ -316,7 +335,7 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
 
 @contextmanager
 def _load_errors(folder: Path) -> Iterator[None]:
-    """Raise Megatron's errors about a checkpoint as UserError."""
+    """Context manager that turns Megatron's errors about a checkpoint into UserError."""
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError) as error:
@@ -327,7 +346,7 @@ def _load_errors(folder: Path) -> Iterator[None]:
             where=str(folder),
             expected="a distributed checkpoint of this model",
             got=lines[-1],
-            fix="use another checkpoint: this one is damaged, or of another version",
+            fix="use another checkpoint: this one is damaged or from another version of megatron_rl",
         ) from error
 
 
@@ -340,9 +359,10 @@ def sharded_state(
     is_loading: bool,
     layout: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
-    """Return Megatron's sharded state of a model, and the optimizer's state that is not stored.
+    """Return Megatron's sharded state of a model and its optimizer, and the optimizer values not to store.
 
-    Only the adapters of a model with adapters are stored: its base is in the checkpoint that it began with.
+    For a model with adapters the state has only the adapters: its base weights are in the model's folder.
+    ``layout`` is how a distributed optimizer is stored, `ANY` or `SAME`.
     """
     groups = model.groups
     metadata = {
@@ -369,7 +389,7 @@ def sharded_state(
     rank_state, stored_state = extract_nonpersistent(state)
     tensors, common = extract_sharded_base(stored_state)
 
-    # Common values are a sharded object: Megatron would take plain ones from the world's first rank alone,
+    # Common values become a sharded object: Megatron stores plain values only from the world's first rank,
     # which may be outside the layout.
     replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
     common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
@@ -378,7 +398,7 @@ def sharded_state(
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return a nested state with its values in place of Megatron's wrappers around them."""
+    """Replace each of Megatron's wrappers in a nested state with the value that it contains."""
     if isinstance(value, dict):
         return {key: _unwrapped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -388,10 +408,10 @@ def _unwrapped(value: Any) -> Any:
 
 @contextmanager
 def _own_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
-    """Make Megatron's get_data_parallel_rank return the rank in the model's own group.
+    """Context in which Megatron's get_data_parallel_rank returns the rank in the model's data-parallel group.
 
-    For tied embeddings, whose copy on the last stage reads it from the process-global groups, which do not
-    exist here.
+    Megatron calls it for the copy of tied embeddings on the last pipeline stage. The original needs
+    process-global groups, which do not exist here.
     """
     original = parallel_state.get_data_parallel_rank
     rank = model.groups.data_context.rank()
@@ -403,11 +423,11 @@ def _own_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
 
 
 def _clear_padding(model: ParallelModel) -> None:
-    """Zero the rows that pad the vocabulary: a checkpoint from another layout may not have them."""
+    """Zero the padding rows of the embedding and output weights, which may be absent from the checkpoint."""
     shape = model.spec.model.shape
     for storage, parameter in live_parameters(model).items():
         if global_name(model, storage) in vocabulary_names(shape):
-            # Tensor-parallel ranks hold equally many rows, in order; the last rows are padding.
+            # Tensor-parallel ranks have equal numbers of rows, in order; the last rows are padding.
             first_row = model.groups.coordinates.tensor * len(parameter)
             row_count = max(shape.vocab - first_row, 0)
             parameter[row_count:].zero_()
@@ -417,7 +437,7 @@ def _clear_padding(model: ParallelModel) -> None:
 
 
 def initialise_states(optimizer: Optimizer) -> None:
-    """Create the optimizer state of every parameter, as before the first step, if it does not exist yet."""
+    """Create the optimizer's initial state for every parameter, unless it already exists."""
     for sub_optimizer in optimizer.parts:
         inner = sub_optimizer.optimizer
         if len(inner.state):
@@ -429,14 +449,14 @@ def initialise_states(optimizer: Optimizer) -> None:
             parameters += [parameter for parameter in group["params"] if parameter.numel()]
         gradients = [parameter.grad for parameter in parameters]
 
-        # A step with learning rate and gradients of zero creates the states and changes no weight.
+        # A step with zero learning rate and zero gradients creates the states and changes no weight.
         for group in inner.param_groups:
             group["lr"] = 0.0
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         inner.step()
 
-        # Undo it: gradients, learning rates and step counts are as before.
+        # Restore gradients, learning rates and step counts.
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(inner.param_groups, rates, strict=True):
@@ -447,9 +467,9 @@ def initialise_states(optimizer: Optimizer) -> None:
 
 
 def _separate_steps(inner: Any, reset: bool = False) -> None:
-    """Create a separate step counter for each parameter.
+    """Give each parameter a separate step counter, set to zero if ``reset``.
 
-    Megatron's load makes all parameters share one tensor, which every parameter's update then increments.
+    After Megatron's load all parameters share one tensor, which would count every parameter's update.
     """
     for state in inner.state.values():
         step = state.get("step")
@@ -460,8 +480,8 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
 
 
 def step_count(optimizer: Optimizer) -> int:
-    """Return the number of steps that the optimizer has taken, equal in all of Megatron's optimizers."""
-    # torch's Adam counts in the state of a parameter, Transformer Engine's in the parameter group.
+    """Return the number of steps that the optimizer has taken, which is equal in all sub-optimizers."""
+    # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
     for sub_optimizer in optimizer.parts:
         inner = sub_optimizer.optimizer
         for entry in (*inner.state.values(), *inner.param_groups):
@@ -471,7 +491,7 @@ def step_count(optimizer: Optimizer) -> int:
 
 
 def restore_steps(optimizer: Optimizer, steps: int) -> None:
-    """Set the number of steps that the optimizer has taken."""
+    """Set the step count of every parameter and parameter group to ``steps``."""
     for sub_optimizer in optimizer.parts:
         for group in sub_optimizer.optimizer.param_groups:
             if "step" in group:
@@ -486,10 +506,10 @@ def _with_step(
     sub_optimizer: Any,
     original: Callable[[], Any],
 ) -> Callable[[], Any]:
-    """Return a ``state_dict`` that includes the step even if no parameters are on this rank.
+    """Return a ``state_dict`` method that includes the step count even if this rank has no parameters.
 
-    Megatron reads the step from the parameters. Experts have an optimizer of their own, and all parameters of
-    the other one may be in other stages.
+    Megatron reads the step count from the states of parameters. Dense and expert parameters have separate
+    optimizers, so one of them may have no parameters in this rank's pipeline stage.
     """
 
     def state_dict() -> Any:
@@ -507,7 +527,7 @@ def _with_step(
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
-    """Restore optimizer states, but not the settings of parameter groups: these are the configuration's."""
+    """Restore optimizer states; parameter groups retain their configured settings, such as weight decay."""
     settings: list[dict[str, Any]] = []
     for group in optimizer.megatron.param_groups:
         group_settings = dict(group)
@@ -515,7 +535,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         group_settings.pop("step", None)
         settings.append(group_settings)
 
-    # Shards are copied into views of parameters, which autograd would refuse.
+    # no_grad: shards are copied into views of parameters, which autograd does not allow.
     with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _without_step):
         optimizer.megatron.load_state_dict(state)
 
@@ -524,7 +544,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
     for sub_optimizer in optimizer.parts:
         _separate_steps(sub_optimizer.optimizer)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
-            sub_optimizer.optimizer.settle()
+            sub_optimizer.optimizer.copy_restored_state()
 
 
 @contextmanager
@@ -533,7 +553,7 @@ def _replaced(
     name: str,
     build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Replace the method ``name`` of Megatron's optimizers by ``build(sub_optimizer, method)``."""
+    """Context in which the method ``name`` of Megatron's optimizers is ``build(sub_optimizer, method)``."""
     sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
@@ -542,16 +562,16 @@ def _replaced(
     try:
         yield
     finally:
-        # The replacement is an attribute of the instance: without it the class's method is found again.
+        # The replacement is an attribute of the instance; without it, lookup returns the method of the class.
         for sub_optimizer in sub_optimizers:
             delattr(sub_optimizer, name)
 
 
 def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a gather of the optimizer's state that includes the padding between buckets.
+    """Wrap Megatron's gather of a distributed optimizer's state so that it includes padding between buckets.
 
-    Megatron gathers without that padding and reads with it. After a padded bucket (such as the tied embedding
-    of the last stage, which has its own bucket) every element would be shifted.
+    Megatron's gather omits that padding, but its load expects it. After a padded bucket, such as the separate
+    bucket of the last stage's tied embedding, every element would be at a wrong offset.
     """
 
     def gather(**arguments: Any) -> Any:
@@ -571,7 +591,7 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
 
 
 def _padded(values: Tensor, buffer: Any) -> Tensor:
-    """Return a buffer's gathered elements at their offsets in the buffer, zeros between buckets."""
+    """Insert zeros between the gathered buckets, so that each element is at its offset in the buffer."""
     padded = values.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:
@@ -582,7 +602,10 @@ def _padded(values: Tensor, buffer: Any) -> Tensor:
 
 
 def _without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., None]:
-    """Return a restore of one parameter's states that skips the step: the groups' load restores it."""
+    """Return a method that restores one parameter's states except its step.
+
+    Megatron restores the step with the parameter groups.
+    """
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
         current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)

@@ -1,8 +1,8 @@
 """Detection of code that loading a checkpoint would run, without running it.
 
-Megatron's distributed format stores its directory, and small values other than tensors, as pickles. A pickle
-calls the functions that it names. Here pickles are read with an inert value for every name, and the names are
-compared with a list of the names that Megatron and torch write.
+Megatron's distributed format stores its index (.metadata), and small values other than tensors, as pickles.
+Loading a pickle calls the functions that it names. Here pickles are parsed with an inert placeholder for
+every name, and the names are compared with those that Megatron and torch write.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ HARMLESS = frozenset(
         ("numpy._core.multiarray", "_reconstruct"),
     }
 )
-"""Names (module, global) in the pickles of Megatron's format whose calls only build values."""
+"""Names (module, global) in the pickles of Megatron's format that are safe to call: they build values."""
 _LISTED = 8
-"""Names that an error lists."""
+"""Maximum number of names in an error."""
 _ARCHIVE_MAGIC = b"PK\x03\x04"
 """First bytes of a zip archive, which torch.save writes."""
 
@@ -63,7 +63,7 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
     if trusted:
         return
 
-    # One file at a time: the directory must be harmless before it is unpickled to find the other files.
+    # One file at a time: the index must be harmless before it is unpickled to find the other files.
     for path, names in _pickled_names(folder):
         dangerous = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
         if dangerous:
@@ -72,12 +72,15 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
                 where=str(path),
                 expected="names of data types and containers, as Megatron's distributed format writes them",
                 got=f"it names {', '.join(dangerous[:_LISTED])}",
-                fix="take it from where it was made; checkpoint.trust=true (--trust) if you know its origin",
+                fix="copy it again from its origin; if you trust that, set checkpoint.trust=true (--trust)",
             )
 
 
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
-    """Yield each file with pickles and the names in them: the directory first, then the files it lists."""
+    """Yield each file with pickles and the names in them: first the index, then the files that it lists.
+
+    The caller must stop at dangerous names: after the first yield the index is unpickled.
+    """
     directory = folder / DIRECTORY
     # Damaged pickles raise errors of any type.
     try:
@@ -87,7 +90,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         raise _unreadable(directory, error) from error
     yield directory, names
 
-    # The caller stops at a dangerous name, so that the directory may be unpickled from here on.
+    # The caller has not stopped, so the index names nothing dangerous.
     try:
         values = list(_stored_values(folder, pickle.loads(content)))
     except Exception as error:
@@ -95,14 +98,13 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
     for path, offset, length in values:
         yield path, _names_in_archive(path, offset, length)
 
-    # Values that all ranks have in common, in files next to the tensors.
+    # Files next to the tensors, with values that are equal on all ranks.
     for path in sorted({folder / COMMON, *folder.glob("*.pt")}):
         yield path, _names_in_archive(path, 0, -1)
 
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length of each value that is stored as a pickle, not as a tensor."""
-    # Values other than tensors.
+    """Yield file, offset and length in bytes of each value in the index that is a pickle, not a tensor."""
     names: set[str] = set()
     for name, entry in directory.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -120,17 +122,20 @@ def _names_in_archive(
     offset: int,
     length: int,
 ) -> set[tuple[str, str]]:
-    """Return the names in an archive of torch.save, which begins at ``offset`` of a file."""
+    """Return the names in the pickle of a torch.save archive inside a file.
+
+    The archive has ``length`` bytes from ``offset`` on; a length of -1 means up to the end of the file.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             content = file.read(length)
         if not content.startswith(_ARCHIVE_MAGIC):
-            # torch.load would read it as its older format, a bare pickle.
+            # torch.load would read these bytes in its older format, a pickle without an archive.
             raise ValueError("no archive begins there")
 
-        # torch's own reader: others may select another one of two entries with the same name, or of two
-        # tables of entries.
+        # torch's reader, as for the load itself: if an archive has two entries of the same name, or two
+        # tables of entries, other readers may select the other one.
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
@@ -140,6 +145,7 @@ def _names_in_archive(
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
+    """Return the error for a file of the checkpoint whose pickles cannot be parsed."""
     return unreadable_file(
         "a value of the checkpoint",
         path,

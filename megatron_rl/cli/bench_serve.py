@@ -1,4 +1,4 @@
-"""The ``bench-serve`` command: vLLM's own load test of a server, with more and more users."""
+"""The ``bench-serve`` command: vLLM's own load test of a server, with increasing numbers of users."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatron_rl.cli.common import require_counts
 from megatron_rl.errors import UserError
 
 HEADROOM = 0.2
-"""Share of the measured rate that a plan should leave free: arrivals come in bursts."""
+"""Fraction of the measured request rate that capacity planning leaves unused, for bursts of requests."""
 PERCENTILES = (50, 95, 99)
 """Percentiles of times in the tables."""
-# A program and not the script `vllm bench serve`, which the package for hosts does not start (0.32, 0.33).
+# Calls vLLM's module in place of `vllm bench serve`: that script of vLLM's CPU package does not start (0.32,
+# 0.33).
 _LOAD_TEST = """
 import argparse, sys
 from vllm.benchmarks import serve
@@ -32,11 +33,16 @@ serve.main(parser.parse_args(sys.argv[1:]))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench-serve``."""
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--users", default="1,5,20,50", help="requests at once, by test (%(default)s)")
+    parser.add_argument(
+        "--users", default="1,5,20,50", help="numbers of concurrent requests, a test for each (%(default)s)"
+    )
+
+    # Sizes of a test.
     parser.add_argument("--requests", type=int, default=10, help="requests of each user (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="(%(default)s)")
-    parser.add_argument("--response-tokens", type=int, default=128, help="(%(default)s)")
-    parser.add_argument("--out", metavar="FILE", help="write the tables into this Markdown file too")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--response-tokens", type=int, default=128, help="tokens of a response (%(default)s)")
+
+    parser.add_argument("--out", metavar="FILE", help="also write the tables to this Markdown file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.url.rstrip("/")
     model = _served_model(url)
 
-    # One test after the other: together they would share the server.
+    # Run the tests one after another: concurrent tests would share the server's capacity.
     results: dict[int, Mapping[str, Any]] = {}
     for count in users:
         print(f"{count} users, {count * arguments.requests} requests …", file=sys.stderr, flush=True)
@@ -59,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             response_tokens=arguments.response_tokens,
         )
 
-    text = tables(results)
+    text = result_tables(results)
     print(text)
     if arguments.out:
         Path(arguments.out).write_text(text)
@@ -75,7 +81,7 @@ def load_test(
     prompt_tokens: int,
     response_tokens: int,
 ) -> dict[str, Any]:
-    """Run vLLM's load test with ``users`` requests at once, and return its result."""
+    """Run vLLM's load test with ``users`` concurrent requests, and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
             "--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions",
@@ -90,14 +96,14 @@ def load_test(
         command = [sys.executable, "-c", _LOAD_TEST, *map(str, options)]
         process = subprocess.run(command, capture_output=True, text=True)
 
-        # vLLM may end with 0 and without a result.
+        # vLLM may exit with status 0 although it has written no result.
         file = Path(folder) / "result.json"
         if process.returncode or not file.is_file():
             got = process.stderr.strip()[-600:] or f"exit code {process.returncode}"
             raise _failed_test(url, f"vLLM's load test with {users} users failed", got)
         result = json.loads(file.read_text())
 
-    # The times of failed requests are missing from the result, so that it would look faster than it is.
+    # vLLM leaves failed requests out of its times, so the server would appear faster than it is.
     failed = requests - result["completed"]
     if failed:
         messages = {line.strip().rpartition("\n")[2] for line in result["errors"] if line}
@@ -117,17 +123,17 @@ def _failed_test(url: str, message: str, got: str) -> UserError:
     )
 
 
-def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
+def result_tables(results: Mapping[int, Mapping[str, Any]]) -> str:
     """Return two Markdown tables: measurements by number of users, and capacities with headroom.
 
-    Times are percentiles, 50 / 95 / 99.
+    ``results`` maps each number of users to vLLM's result. Times are the `PERCENTILES`, separated by slashes.
     """
     measurements = [
-        "| users | requests/s | tokens/s | first token, ms | a token, ms | whole answer, s |",
+        "| users | requests/s | tokens/s | first token, ms | per token, ms | complete response, s |",
         "|---|---|---|---|---|---|",
     ]
     capacities = [
-        f"| users | requests/s to plan with, {HEADROOM:.0%} free | answers a day |",
+        f"| users | requests/s to plan with, {HEADROOM:.0%} free | responses a day |",
         "|---|---|---|",
     ]
 
@@ -144,8 +150,8 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
         measurements.append("| " + " | ".join(map(str, cells)) + " |")
 
         # A server at its measured limit has no room for a burst of requests.
-        planned = rate * (1 - HEADROOM)
-        capacities.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
+        planned_rate = rate * (1 - HEADROOM)
+        capacities.append(f"| {users} | {planned_rate:.2f} | {planned_rate * 86_400:,.0f} |")
 
     note = f"Times at the percentiles {', '.join(map(str, PERCENTILES))}."
     return "\n".join([*measurements, "", note, "", *capacities, ""])
@@ -157,12 +163,12 @@ def _percentiles(
     scale: float,
     form: str,
 ) -> str:
-    """Format the percentiles of a time: milliseconds x ``scale``, in the format ``form``."""
+    """Format the `PERCENTILES` of the time ``name``: milliseconds times ``scale``, in the format ``form``."""
     return " / ".join(format(result[f"p{point}_{name}_ms"] * scale, form) for point in PERCENTILES)
 
 
 def _users(text: str) -> Sequence[int]:
-    """Return the numbers of users, at least one each."""
+    """Parse numbers of users such as ``1,5,20``; raise UserError unless each is at least 1."""
     try:
         users = [int(number) for number in text.split(",")]
     except ValueError:
@@ -180,10 +186,10 @@ def _users(text: str) -> Sequence[int]:
 
 
 def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the first model of the server's list: its ``id``, and its ``root``, the folder."""
+    """Return the server's entry for its first model: ``id``, and ``root``, the model's folder."""
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
-            return json.load(answer)["data"][0]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
+            return json.load(response)["data"][0]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(
             "no OpenAI-compatible server responds",

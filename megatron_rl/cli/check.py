@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.cli.check_picture import picture
+from megatron_rl.cli.check_picture import draw_svg
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.budget import PHASES
@@ -39,28 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="print every value, the ranks, and memory by item too"
+        "-v", "--verbose", action="store_true", help="also print every value, the ranks, and memory by item"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument(
-        "--on", metavar="GPU", help="check for a cluster of this GPU, as h100, and not for this machine"
+        "--on", metavar="GPU", help="check for a cluster with this GPU, such as h100, not for this machine"
     )
     parser.add_argument(
-        "--without-files", action="store_true", help="missing model and data files are warnings"
+        "--without-files", action="store_true", help="report missing model and data files as warnings"
     )
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="run a step of the fullest ranks without machines, and compare",
+        help="simulate a step on the ranks with the most memory, without GPUs, and compare the estimate",
     )
     parser.add_argument(
-        "--picture", metavar="FILE", type=Path, help="write an SVG of ranks, roles and weights as well"
+        "--picture",
+        metavar="FILE",
+        type=Path,
+        help="also write an SVG of nodes, roles, weights and groups",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and print the report; return exit code 2 if it has errors."""
-    # The option wins over torchrun's world size; without either, that of the configuration is used.
+    # The option has precedence over torchrun's world size. Without either, the configuration's is used.
     job = current_launch()
     world_size = arguments.world_size
     if world_size is None and not job.alone:
@@ -103,22 +106,22 @@ def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
     """Write the picture and simulate if requested, then print the report as text or as JSON."""
     # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
-        _write_picture(arguments.picture, picture(report, arguments.config))
+        _write_picture(arguments.picture, draw_svg(report, arguments.config))
 
     # Simulation builds the models, which needs a configuration without errors.
-    simulated = None
+    simulated_ranks = None
     if arguments.simulate and not report.errors:
-        simulated = simulate_ranks(report)
+        simulated_ranks = simulate_ranks(report)
 
     # Print only JSON, so that a program can parse the output.
     if arguments.json:
         record = report_json(report)
-        if simulated is not None:
-            record["simulation"] = simulation_json(simulated)
+        if simulated_ranks is not None:
+            record["simulation"] = simulation_json(simulated_ranks)
         print(json.dumps(record, indent=2))
         return
 
-    text = report_text(report, arguments.config, simulated, verbose=arguments.verbose)
+    text = report_text(report, arguments.config, simulated_ranks, verbose=arguments.verbose)
     print(text, flush=True)
     if report.errors:
         print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
@@ -190,7 +193,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _prediction_json(report: CheckReport) -> dict[str, Any]:
-    """Return the predicted seconds of a step, or the reason why there are none."""
+    """Return the predicted seconds of a step by phase, or the reason why a step cannot be predicted."""
     prediction = predict_checked(report)
     if prediction.step is None:
         return {"reason": prediction.reason}
@@ -210,7 +213,7 @@ def _write_picture(path: Path, svg: str) -> None:
         raise UserError(
             "the picture cannot be written",
             where="--picture",
-            expected="a file in a folder that is there and can be written to",
+            expected="a file in an existing folder that can be written to",
             got=f"{path}: {error.strerror}",
             fix="name another file",
         ) from error

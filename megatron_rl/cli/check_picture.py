@@ -1,106 +1,285 @@
-"""The result of a check as a picture: ranks, the roles on them, and the weights that move between roles."""
+"""The result of a check as a picture: nodes, the roles on their ranks, and what roles send between ranks.
+
+The one idea: most nodes of a large job are equal. Nodes whose ranks have the same roles and the same shards
+are drawn once, with the indices of all their replicas and stages, so that a picture of any size is readable.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from xml.sax.saxutils import escape
 
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.cli.check_text import cell_label, layout_text
+from megatron_rl.cli.check_text import legend
 from megatron_rl.config.roles import ROLLOUT
-from megatron_rl.shapes.traffic import byte_text
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 
-_MAX_COLUMNS = 16
-"""Largest number of ranks that are drawn: more columns are too narrow to read on a screen."""
+_MAX_KINDS = 12
+"""Largest number of kinds of nodes that are drawn."""
+_WIDE_NODE = 8
+"""Ranks of a node up to which each has a wide column."""
 
-# Sizes in pixels: width of a column, height of a row, width of the names at the left, height of the title.
+# Sizes in pixels: width of a column and of a narrow one, height of a row, width of the names at the left,
+# height of the title, of the header of a kind of nodes, and of a line of groups.
 _COLUMN = 112
+_NARROW_COLUMN = 64
 _ROW = 40
 _LEFT = 290
-_TOP = 64
+_TITLE = 44
+_HEADER = 36
+_GROUP_ROW = 26
+_CHARACTER = 7.5
+"""Maximum width of a character in a label, in pixels."""
 
-_ROLE_COLOURS = ("#2563a8", "#d9722b", "#3a9a5b", "#8a5bb5", "#b5485d", "#5aa7b8")
+_ROLE_COLOURS = ("#2563a8", "#8a5bb5", "#b5485d", "#5aa7b8", "#6b7280", "#7c6f1d")
 _ROLLOUT_COLOUR = "#1f2937"
 _TEXT_COLOUR = "#1f2937"
 _NOTE_COLOUR = "#6b7280"
 _EMPTY_COLOUR = "#f3f4f6"
+_INSIDE_COLOUR = "#2f7d4a"
+"""Colour of groups whose ranks are on one node."""
+_ACROSS_COLOUR = "#b4551d"
+"""Colour of groups with ranks on several nodes."""
+_INSIDE = "inside a node"
+_ACROSS = "across nodes"
+
+_DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
+"""Dimensions of a layout in which its ranks communicate, from the most to the least frequently used."""
 
 
-def picture(report: CheckReport, name: str) -> str:
-    """Return an SVG of a check: a column per rank, a row per role, and the bytes that a rank gets in a sync.
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes whose ranks have the same roles, divided in the same way between replicas and stages.
 
-    The report must have layouts. Only the first ranks of a large job are drawn.
+    Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
+    """
+
+    nodes: tuple[int, ...]
+    """Indices of the nodes."""
+    size: int
+    """Ranks of each node; the last node of a job can have fewer than the others."""
+
+
+def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_node: int) -> list[NodeKind]:
+    """Return the kinds of nodes of a job, in the order of their first nodes.
+
+    Two nodes are of one kind if each of their ranks has the same roles, and within each role the same place
+    among the replicas and stages of its node.
+    """
+    nodes_of: dict[tuple[object, ...], list[int]] = {}
+    for node, ranks in enumerate(_node_ranks(world_size, gpus_per_node)):
+        shards: list[object] = [len(ranks)]
+        for role, layout in layouts.items():
+            # Replicas and stages by the order in which they occur on the node.
+            order: dict[tuple[int, int] | None, int] = {}
+            for slot, rank in enumerate(ranks):
+                if rank not in layout.ranks:
+                    continue
+                index = order.setdefault(_replica_stage(layout, rank), len(order))
+                shards.append((role, slot, index))
+        nodes_of.setdefault(tuple(shards), []).append(node)
+
+    return [NodeKind(tuple(nodes), int(str(shards[0]))) for shards, nodes in nodes_of.items()]
+
+
+def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
+    """Return the ranks of each node."""
+    starts = range(0, world_size, gpus_per_node)
+    return [range(start, min(start + gpus_per_node, world_size)) for start in starts]
+
+
+def draw_svg(report: CheckReport, name: str) -> str:
+    """Return an SVG of a check: a box for each kind of nodes, and the groups in which each role communicates.
+
+    The report must have layouts.
     """
     assert report.layouts is not None
-    ranks = range(min(report.world_size, _MAX_COLUMNS))
-    roles = list(report.layouts)
+    layouts = dict(report.layouts)
+    per_node = min(report.config.gpus_per_node, report.world_size)
+    kinds = node_kinds(layouts, report.world_size, per_node)
+    drawn_kinds = kinds[:_MAX_KINDS]
 
     # One row for the bytes that a rank needs, and one for those that it receives.
-    sync_rows = 2 if report.sync is not None else 0
-    width = _LEFT + _COLUMN * len(ranks) + 16
-    height = _TOP + _ROW * (len(roles) + sync_rows) + 20
+    rows = len(layouts)
+    if report.sync is not None:
+        rows += 2
+    column = _COLUMN
+    if per_node > _WIDE_NODE:
+        column = _NARROW_COLUMN
+    width = max(_LEFT + column * per_node + 16, _LEFT + 5 * _COLUMN)
+    kind_height = _HEADER + _ROW * rows + 14
+    groups_top = _TITLE + kind_height * len(drawn_kinds)
+    height = groups_top + _HEADER + _GROUP_ROW * (len(layouts) + 1) + 10
 
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="system-ui, sans-serif" font-size="13">',
-        f"<title>{escape(name)}: ranks, roles and weights</title>",
+        f"<title>{escape(name)}: nodes, roles and weights</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(16, 26, f"{name} on {report.world_size} ranks", weight="bold"),
-        *(_text(_centre(rank), 50, f"rank {rank}", _NOTE_COLOUR, anchor="middle") for rank in ranks),
     ]
-    if report.world_size > len(ranks):
-        note = f"the first {len(ranks)} are shown"
+    if len(kinds) > len(drawn_kinds):
+        note = f"{len(drawn_kinds)} of {len(kinds)} kinds of nodes are shown"
         elements.append(_text(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
 
-    for index, role in enumerate(roles):
-        elements += _role_row(report, role, _TOP + _ROW * index, ranks)
-    if report.sync is not None:
-        elements += _sync_rows(report, _TOP + _ROW * len(roles), ranks)
+    for index, kind in enumerate(drawn_kinds):
+        elements += _kind(report, kind, per_node, column, _TITLE + kind_height * index)
+    elements += _groups(layouts, per_node, groups_top)
+    elements.append(_text(16, height - 16, legend(layouts), _NOTE_COLOUR))
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 
-def _role_row(report: CheckReport, role: str, top: int, ranks: range) -> list[str]:
-    """Return the row of one role: its name, its sizes, and a box per rank with its coordinates."""
+def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
+    """Return the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync."""
     assert report.layouts is not None
-    layout = report.layouts[role]
-    # Draw the rollout in the dark colour of the arrows that lead to it.
-    if role == ROLLOUT.name:
-        colour = _ROLLOUT_COLOUR
-    else:
-        colour = _ROLE_COLOURS[list(report.layouts).index(role) % len(_ROLE_COLOURS)]
+    first = kind.nodes[0] * per_node
+    elements: list[str] = []
 
-    elements = [
-        _text(16, top + 17, role, weight="bold"),
-        _text(16, top + 32, layout_text(role, layout), _NOTE_COLOUR, size=11),
-    ]
-    for rank in ranks:
-        has_role = rank in layout.ranks
-        fill = colour if has_role else _EMPTY_COLOUR
-        elements.append(
-            f'<rect x="{_centre(rank) - _COLUMN // 2 + 4}" y="{top + 4}" width="{_COLUMN - 8}" '
-            f'height="{_ROW - 8}" rx="5" fill="{fill}"/>'
-        )
-        if has_role:
-            label = cell_label(role, layout, rank)
-            elements.append(_text(_centre(rank), top + 25, label, "#ffffff", anchor="middle"))
+    # A single node has the numbers of its ranks, several have their slots.
+    if len(kind.nodes) == 1:
+        title = f"node {kind.nodes[0]}"
+        labels = [f"rank {first + slot}" for slot in range(kind.size)]
+    else:
+        title = f"nodes {_index_text(kind.nodes)}: {len(kind.nodes)} like this"
+        labels = [f"GPU {slot}" for slot in range(kind.size)]
+    elements.append(_text(16, top + 20, title, weight="bold"))
+    for slot, label in enumerate(labels):
+        elements.append(_text(_centre(slot, column), top + 20, label, _NOTE_COLOUR, anchor="middle"))
+
+    top += _HEADER
+    frame_width = column * kind.size
+    rows = len(report.layouts)
+    if report.sync is not None:
+        rows += 2
+    elements.append(
+        f'<rect x="{_LEFT}" y="{top - 4}" width="{frame_width}" height="{_ROW * rows + 8}" rx="7" '
+        f'fill="none" stroke="#d1d5db"/>'
+    )
+    for index, (role, layout) in enumerate(report.layouts.items()):
+        elements += _role_row(role, layout, index, kind, per_node, column, top + _ROW * index)
+    if report.sync is not None:
+        sync_top = top + _ROW * len(report.layouts)
+        elements += _sync_rows(report.sync, kind, per_node, column, sync_top)
     return elements
 
 
-def _sync_rows(report: CheckReport, top: int, ranks: range) -> list[str]:
+def _role_row(
+    role: str, layout: ParallelLayout, index: int, kind: NodeKind, per_node: int, column: int, top: int
+) -> list[str]:
+    """Return the row of one role: its name, its sizes, and a bar for each replica or stage on the node."""
+    # Draw the rollout in the dark colour of the arrows that lead to it.
+    colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
+    if role == ROLLOUT.name:
+        colour = _ROLLOUT_COLOUR
+    elements = [
+        _text(16, top + 17, role, weight="bold"),
+        _text(16, top + 32, _sizes_text(role, layout), _NOTE_COLOUR, size=11),
+    ]
+
+    first = kind.nodes[0] * per_node
+    slots = range(kind.size)
+    for replica_stage, members in groupby(slots, key=lambda slot: _replica_stage(layout, first + slot)):
+        bar = list(members)
+        x = _LEFT + column * bar[0] + 4
+        width = column * len(bar) - 8
+        fill = colour
+        if replica_stage is None:
+            fill = _EMPTY_COLOUR
+        box = f'<rect x="{x}" y="{top + 4}" width="{width}" height="{_ROW - 8}" rx="5" fill="{fill}"/>'
+        elements.append(box)
+        if replica_stage is None:
+            continue
+        label = _bar_label(role, layout, kind, per_node, bar)
+
+        # A label that is too long for its bar is cut; its tooltip is complete.
+        visible_label = label
+        if len(label) * _CHARACTER > width:
+            visible_label = label[: max(1, int(width / _CHARACTER) - 1)] + "…"
+        text = _text(x + width // 2, top + 25, visible_label, "#ffffff", anchor="middle", size=12)
+        elements.append(f"<g><title>{escape(role)}: {escape(label)}</title>{text}</g>")
+    return elements
+
+
+def _sizes_text(role: str, layout: ParallelLayout) -> str:
+    """Return the parallel sizes of a role in short, such as ``TP8 PP4 DP2, 64 ranks``."""
+    sizes = layout.short_text()
+    if role == ROLLOUT.name:
+        sizes = f"TP{layout.tensor} x {layout.data} replicas"
+    ranks = "1 rank"
+    if layout.size > 1:
+        ranks = f"{layout.size:,} ranks"
+    return f"{sizes}, {ranks}"
+
+
+def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
+    """Return the replica and the stage of a rank, or None for a rank without the role."""
+    if rank not in layout.ranks:
+        return None
+    position = layout.coordinates(rank)
+    return position.data, position.pipeline
+
+
+def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, bar: Sequence[int]) -> str:
+    """Return the indices of the ranks of a bar on all nodes of a kind, such as ``t0-1 p0-3 d0,4,8``."""
+    ranks = [node * per_node + slot for node in kind.nodes for slot in bar]
+    positions = [layout.coordinates(rank) for rank in ranks]
+    copies = "d"
+    if role == ROLLOUT.name:
+        copies = "r"
+    indices = [
+        ("t", layout.tensor, [position.tensor for position in positions]),
+        ("c", layout.context, [position.context for position in positions]),
+        ("p", layout.pipeline, [position.pipeline for position in positions]),
+        (copies, layout.data, [position.data for position in positions]),
+    ]
+    terms = [f"{letter}{_index_text(values)}" for letter, size, values in indices if size > 1]
+    # A replica, or one of its stages, can be larger than a node.
+    stage_ranks = layout.tensor * layout.context
+    if len(bar) < stage_ranks:
+        terms.insert(0, f"{len(bar)} of {stage_ranks} ranks:")
+    return " ".join(terms) or "all"
+
+
+def _index_text(values: Sequence[int]) -> str:
+    """Return indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
+
+    Example:
+        >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])
+        ('0-2', '0-4:2', '0…5 (3)', '3')
+    """
+    ordered = sorted(set(values))
+    if len(ordered) == 1:
+        return str(ordered[0])
+    strides = {later - earlier for earlier, later in pairwise(ordered)}
+    ends = f"{ordered[0]}-{ordered[-1]}"
+    if strides == {1}:
+        return ends
+    if len(ordered) == 2:
+        return f"{ordered[0]},{ordered[1]}"
+    if len(strides) == 1:
+        return f"{ends}:{strides.pop()}"
+    return f"{ordered[0]}…{ordered[-1]} ({len(ordered)})"
+
+
+def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
     """Return the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
-    assert report.sync is not None
     elements = [
         _text(16, top + 27, "weights of a sync", weight="bold"),
         _text(16, top + 43, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
         _text(16, top + 60, "received; the rest is on the rank already", _NOTE_COLOUR, size=11),
     ]
-    for rank in ranks:
-        if rank not in report.sync.needed:
+    for slot in range(kind.size):
+        ranks = [node * per_node + slot for node in kind.nodes]
+        if ranks[0] not in sync.needed:
             continue
 
-        # An arrow from the rollout's row above, then the two numbers.
-        centre = _centre(rank)
-        needed_size = byte_text(report.sync.needed[rank])
-        received_size = byte_text(report.sync.received[rank])
+        # An arrow from the rollout's row above, then the two numbers, of the busiest node.
+        centre = _centre(slot, column)
+        needed_size = byte_text(max(sync.needed[rank] for rank in ranks))
+        received_size = byte_text(max(sync.received[rank] for rank in ranks))
         arrow = f"M{centre} {top + 26}v-18m-5 7l5 -7l5 7"
         elements += [
             f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>',
@@ -110,9 +289,57 @@ def _sync_rows(report: CheckReport, top: int, ranks: range) -> list[str]:
     return elements
 
 
-def _centre(rank: int) -> int:
+def _groups(layouts: dict[str, ParallelLayout], per_node: int, top: int) -> list[str]:
+    """Return for each role the dimensions in which its ranks communicate, inside a node or across nodes."""
+    elements = [_text(16, top + 22, "groups that communicate", weight="bold")]
+    x = _LEFT
+    for text, colour in ((_INSIDE, _INSIDE_COLOUR), (_ACROSS, _ACROSS_COLOUR)):
+        elements.append(f'<rect x="{x}" y="{top + 11}" width="13" height="13" rx="3" fill="{colour}"/>')
+        elements.append(_text(x + 20, top + 22, text, _NOTE_COLOUR))
+        x += 130
+
+    top += _HEADER
+    for index, (role, layout) in enumerate(layouts.items()):
+        row = top + _GROUP_ROW * index
+        elements.append(_text(16, row + 16, role, weight="bold"))
+        x = _LEFT
+        spans = group_nodes(layout, per_node)
+        # Replicas of the engine do not communicate with each other.
+        if role == ROLLOUT.name:
+            spans.pop("data", None)
+        for dimension, nodes in spans.items():
+            text = f"{dimension} {getattr(layout, dimension)}"
+            colour = _INSIDE_COLOUR
+            if nodes > 1:
+                text += f" on {nodes} nodes"
+                colour = _ACROSS_COLOUR
+            width = round(len(text) * _CHARACTER) + 16
+            elements.append(f'<rect x="{x}" y="{row}" width="{width}" height="22" rx="5" fill="{colour}"/>')
+            elements.append(_text(x + width // 2, row + 15, text, "#ffffff", anchor="middle", size=12))
+            x += width + 8
+        if x == _LEFT:
+            elements.append(_text(x, row + 16, "none", _NOTE_COLOUR))
+    return elements
+
+
+def group_nodes(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
+    """Return the dimensions of a layout that are larger than 1, each with the most nodes that a group spans.
+
+    Example:
+        >>> group_nodes(ParallelLayout(tuple(range(16)), tensor=2), gpus_per_node=8)
+        {'tensor': 1, 'data': 2}
+    """
+    nodes: dict[str, int] = {}
+    for dimension in _DIMENSIONS:
+        if getattr(layout, dimension) > 1:
+            groups = layout.groups(dimension)
+            nodes[dimension] = max(len({rank // gpus_per_node for rank in group}) for group in groups)
+    return nodes
+
+
+def _centre(slot: int, column: int) -> int:
     """Return the horizontal centre of a rank's column."""
-    return _LEFT + _COLUMN * rank + _COLUMN // 2
+    return _LEFT + column * slot + column // 2
 
 
 def _text(
@@ -125,7 +352,7 @@ def _text(
     size: int = 13,
     anchor: str = "start",
 ) -> str:
-    """Return a text element."""
+    """Return an SVG text element; ``x`` and ``baseline`` are in pixels, ``anchor`` is SVG's text-anchor."""
     return (
         f'<text x="{x}" y="{baseline}" fill="{colour}" font-size="{size}" font-weight="{weight}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'

@@ -48,14 +48,19 @@ from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 WIDTH = 110
 """Width in columns at which lines are wrapped."""
 _MAX_VALUE_WIDTH = 60
-"""Length at which a configuration value is cut, in characters."""
+"""Length in characters to which a configuration value is truncated."""
 _MAX_VALUE_COLUMN = 44
+"""Largest width of the column of configuration values."""
 _RANKS_IN_A_ROW = 8
+"""Largest number of ranks in one block of the table of ranks."""
 _MAX_BLOCKS = 8
-"""Largest number of blocks of ranks for which the complete job is drawn."""
+"""Largest number of blocks up to which all ranks of a job are printed."""
 _MEMORY_COLUMN = 12
+"""Width of a phase's column in the memory table."""
 _MAX_OTHER_RANKS = 5
+"""Number of ranks after the fullest whose peak memory is printed."""
 _LABEL_COLUMN = 14
+"""Width of the labels in the section HEALTH."""
 _SECTION_NAMES = (
     "every value and its origin, the algorithm, batch arithmetic, ranks, memory by item, "
     "weight sync and health rules"
@@ -82,9 +87,9 @@ def report_text(
     # The user starts the servers with this command, so it is always shown.
     if not report.config.rollout.capabilities.in_process and report.shape is not None:
         note = "one at each address of rollout.server.urls"
-        blocks.append(_section("SERVERS", note, _servers(report.config)))
+        blocks.append(_section("SERVERS", note, _server_lines(report.config)))
 
-    # The findings last, since a terminal shows the end of a long text.
+    # Print the findings last, since a terminal shows the end of a long text.
     if report.warnings:
         blocks.append("\n".join(numbered(report.warnings, "warning")))
     if report.errors:
@@ -99,27 +104,31 @@ def report_text(
 
 def _sections(report: CheckReport) -> list[str]:
     """Return the sections; those without results are left out, since errors stop a check early."""
-    blocks = [_configuration(report)]
+    blocks = [_configuration_section(report)]
 
     # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
     if report.layouts is not None:
-        blocks.append(summary(report))
+        blocks.append(_plan_sections(report))
     if report.data_stats:
         blocks.append(_data_section(report))
     if report.accelerator:
         note = "defaults of this run because it is on GPUs; a value of yours wins"
-        blocks.append(_section("ACCELERATOR", note, _accelerator(report.accelerator)))
+        blocks.append(_section("ACCELERATOR", note, _accelerator_lines(report.accelerator)))
     if report.memory:
         note = "estimate; phases of one step"
         if report.batch is None:
-            note = "estimate, while the stage learns"
-        blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
+            note = "estimate, while the stage trains"
+        blocks.append(_section("MEMORY", note, _memory_lines(report.memory, report.config.gpu_memory_gib)))
     if report.sync is not None:
-        blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
+        blocks.append(
+            _section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync_lines(report))
+        )
     if report.batch is not None and not report.errors:
-        blocks.append(_section("HEALTH", "rules that watch the metrics of the run", _health(report.config)))
+        blocks.append(
+            _section("HEALTH", "rules that watch the metrics of the run", _health_lines(report.config))
+        )
 
-    # Say why the sections on memory and weight sync are absent.
+    # Give the reason for missing sections on memory and weight sync.
     if report.layouts is not None and report.shape is None:
         unavailable = "no memory"
         if report.batch is not None:
@@ -147,31 +156,31 @@ def _run_line(report: CheckReport) -> str:
     config = report.config
     model = Path(config.model.path).name
     if report.shape is not None:
-        model += f", {_parameters(report.shape)}"
+        model += f", {_parameter_text(report.shape)}"
 
-    # An invalid value may be of any size, or missing.
+    # With errors, the values below may be out of range or missing.
     if report.layouts is None:
         return f"{model}; not computed: {_missing_reason(report)}"
-    jobs = [_stage_line(plan)[0] for plan in stage_plans(config)]
+    job_texts = [_stage_line(plan)[0] for plan in stage_plans(config)]
     if config.job == TRAIN:
         batch = config.batch
-        jobs.append(
+        job_texts.append(
             f"{config.algorithm.name} for {_count(config.steps, 'step')} of "
             f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.samples_per_prompt, 'sample')}"
         )
-    return f"{model}; {', then '.join(jobs)}"
+    return f"{model}; {', then '.join(job_texts)}"
 
 
-def _parameters(shape: ModelShape) -> str:
-    """Return the parameters of a model, and the active ones of a mixture of experts."""
-    text = f"{_short(shape.parameters)} parameters"
+def _parameter_text(shape: ModelShape) -> str:
+    """Return the number of parameters as text; for a mixture of experts, also of those active per token."""
+    text = f"{_short_number(shape.parameters)} parameters"
     if shape.active_parameters != shape.parameters:
-        text += f" ({_short(shape.active_parameters)} active)"
+        text += f" ({_short_number(shape.active_parameters)} active)"
     return text
 
 
-def _short(number: float) -> str:
-    """Return a number with the largest unit that is not larger than it."""
+def _short_number(number: float) -> str:
+    """Format a number with the suffix T, B or M, such as 7.62B for 7,615,616,512."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"
@@ -188,7 +197,7 @@ def _memory_line(report: CheckReport) -> str:
 
     limit = report.config.gpu_memory_gib
     if limit is None:
-        return f"{text}; nothing names a device to compare with (--on GPU)"
+        return f"{text}; not compared, since no GPU is named (--on GPU)"
     return f"{text}, {fullest.peak / 2**30 / limit:.0%} of {limit:g} GiB"
 
 
@@ -199,7 +208,7 @@ def _transfer_line(report: CheckReport) -> str:
             return "none: the job has no rollout"
         # Servers shard the model by their own command lines, which the run does not see.
         if not report.config.rollout.capabilities.in_process:
-            return "not computed: the layout of the servers is theirs"
+            return "not computed: the servers choose their own layout"
         return f"not computed: {_missing_reason(report)}"
 
     weights = "weights"
@@ -238,14 +247,14 @@ def _step_line(report: CheckReport) -> str:
 
 
 def _missing_reason(report: CheckReport) -> str:
-    """Return why a check has no memory and no weight sync."""
+    """Return the reason why memory and weight sync are not computed."""
     if report.errors:
         return "the configuration has errors"
     return "the model's config.json is not on this machine"
 
 
-def summary(report: CheckReport) -> str:
-    """Return the pieces of the algorithm, the batch arithmetic and the roles."""
+def _plan_sections(report: CheckReport) -> str:
+    """Return the sections ALGORITHM, BATCH and ROLES; empty text for a report without layouts."""
     if report.layouts is None:
         return ""
     # A job of one stage has no training step.
@@ -255,13 +264,13 @@ def summary(report: CheckReport) -> str:
     blocks = [_section("BATCH", note, batch_lines(report))]
     if report.config.job == TRAIN and report.algorithm is not None:
         note = report.algorithm.summary.rstrip(".")
-        blocks.insert(0, _section("ALGORITHM", note, _algorithm(report)))
-    blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+        blocks.insert(0, _section("ALGORITHM", note, _algorithm_lines(report)))
+    blocks.append(_section("ROLES", legend(report.layouts), _role_lines(report)))
     return "\n\n".join(blocks)
 
 
-def _algorithm(report: CheckReport) -> list[str]:
-    """Return the resolved pieces of the algorithm: name, settings, and where the choice comes from."""
+def _algorithm_lines(report: CheckReport) -> list[str]:
+    """Return the lines of the algorithm's resolved pieces: name, settings, and origin of the choice."""
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
     for key in KINDS:
@@ -293,16 +302,16 @@ def _origin_text(report: CheckReport, path: str) -> str:
 
 
 def _verdict(report: CheckReport) -> str:
-    """Return the last line of a check."""
+    """Return the verdict of a check, its first and its last line: READY, NOT READY or NOT TRIED."""
     warnings = _count(len(report.warnings), "warning")
     if report.errors:
         return f"NOT READY: {_count(len(report.errors), 'error')}, {warnings}"
     if report.untried:
-        return f"NOT TRIED: no errors, {warnings}; whether Megatron takes its settings is not known"
+        return f"NOT TRIED: no errors, {warnings}; Megatron has not validated its settings"
     if not report.warnings:
         warnings = "no warnings"
     if report.files_missing:
-        return f"READY once the missing files are there: no errors, {warnings}"
+        return f"READY once the missing files exist: no errors, {warnings}"
     return f"READY: no errors, {warnings}"
 
 
@@ -313,8 +322,8 @@ def _section(title: str, note: str, lines: list[str]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
-def _pair(values: tuple[int, int]) -> str:
-    """Return a range of numbers as text, one number where both are equal."""
+def _range_text(values: tuple[int, int]) -> str:
+    """Format a (smallest, largest) pair such as ``3-4``, or one number if both are equal."""
     low, high = values
     if low == high:
         return f"{low:,}"
@@ -329,7 +338,7 @@ def _count(number: int, noun: str, ending: str = "s", plural: str | None = None)
 
 
 def _bytes(value: int) -> str:
-    """Return bytes in the largest binary unit that is not larger than them."""
+    """Format a number of bytes in GiB, MiB, KiB or B."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -339,7 +348,7 @@ def _bytes(value: int) -> str:
 # ---------------------------------------------------------------- configuration and data
 
 
-def _configuration(report: CheckReport) -> str:
+def _configuration_section(report: CheckReport) -> str:
     """Return every value of the configuration: explicit, derived, and defaults."""
     explicit: list[tuple[str, str, str]] = []
     derived: list[tuple[str, str, str]] = []
@@ -352,7 +361,7 @@ def _configuration(report: CheckReport) -> str:
         if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
             continue
         origin = report.origins[path]
-        text = _value(to_plain(value, path.rpartition(".")[2]))
+        text = _value_text(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":
             defaults.append(f"{path}={text}")
         elif origin.kind == "derived":
@@ -361,16 +370,16 @@ def _configuration(report: CheckReport) -> str:
             explicit.append((path, text, origin.detail))
 
     # There are many defaults, which are rarely read: print them as wrapped text without their origins.
-    lines = ["stated:", *_columns(explicit)]
+    lines = ["explicit:", *_column_lines(explicit)]
     if derived:
-        lines += ["derived:", *_columns(derived)]
+        lines += ["derived:", *_column_lines(derived)]
     lines.append("defaults:")
     wrapped = textwrap.wrap("  ".join(defaults), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     lines += [f"  {line}" for line in wrapped]
-    return _section("CONFIGURATION", "every value and where it comes from", lines)
+    return _section("CONFIGURATION", "every value and its origin", lines)
 
 
-def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
     """Return rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
     # Limit the column, so that one long value does not move all origins off the screen.
@@ -378,7 +387,7 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
 
-def _value(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value on one line, shortened to `_MAX_VALUE_WIDTH`."""
     text = one_line(value)
     if len(text) <= _MAX_VALUE_WIDTH:
@@ -386,15 +395,15 @@ def _value(value: object) -> str:
     return text[: _MAX_VALUE_WIDTH - 3] + "..."
 
 
-def _health(config: RunConfig) -> list[str]:
+def _health_lines(config: RunConfig) -> list[str]:
     """Return the health rules by effect (warn, end the run, off), and the bands that the user set."""
     rules = health_rules(config)
     lines: list[str] = []
     for label, act in (("warn", WARN), ("end the run", STOP)):
         names = ", ".join(rule.name for rule in rules if rule.act == act)
-        lines += _labelled(label, names)
+        lines += _labelled_lines(label, names)
     off = [name for name, change in config.health.rules.items() if not change.on]
-    lines += _labelled("off", ", ".join(off))
+    lines += _labelled_lines("off", ", ".join(off))
 
     # Bands of the defaults are in docs/health.md.
     for rule in rules:
@@ -403,13 +412,15 @@ def _health(config: RunConfig) -> list[str]:
             if rule.measure != VALUE:
                 metrics += f" ({rule.measure})"
             times = _count(rule.steps, "measurement")
-            lines += _labelled(rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside")
+            lines += _labelled_lines(
+                rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside"
+            )
     return lines
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    """Return a text behind its label, wrapped; no lines for an empty text."""
-    # A name that is broken at a hyphen can no longer be searched for.
+def _labelled_lines(label: str, text: str) -> list[str]:
+    """Return the lines of a label with its wrapped text; no lines for an empty text."""
+    # Do not break lines at hyphens: a name in two parts cannot be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
     first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
     if not first_line:
@@ -440,7 +451,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     """Return the lines of a training step, from its prompts to the passes over the data."""
     config = report.config
     # Numbers of rows that do not divide evenly are printed as a range.
-    minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
+    minibatch = f"{_range_text(batch.rows_per_minibatch)} rows"
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt = config.data.max_prompt_tokens
     response = batch.longest_row - prompt
@@ -454,14 +465,17 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     copies = _count(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
-        (f"{rows_in_flight} / {replicas}", f"{_pair(batch.rows_per_replica)} rows to generate per replica"),
+        (
+            f"{rows_in_flight} / {replicas}",
+            f"{_range_text(batch.rows_per_replica)} rows to generate per replica",
+        ),
         (
             f"{batch.rows:,} rows / {minibatches}",
             f"{minibatch} per mini-batch; x {_count(batch.epochs, 'epoch')} = {steps}",
         ),
         (
             f"{minibatch} / {copies}",
-            f"{_pair(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
+            f"{_range_text(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
             f"prompt <= {prompt:,} + response <= {response:,}",
@@ -477,11 +491,11 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
-        *_checkpoint_line(report),
+        *_checkpoint_lines(report),
         *_episode_lines(report, batch),
-        *_scoring_line(report),
+        *_scoring_lines(report),
         (f"{config.rollout.order} order", _order_text(config)),
-        *_sync_line(report),
+        *_sync_interval_lines(report),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
             _data_passes(config.steps, batch, report.records),
@@ -489,8 +503,8 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the layout in which optimizers are saved, its memory, and the time of a checkpoint."""
+def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the lines on checkpoints: layout of the optimizers, host memory, and time; none without one."""
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)
     if memory is None:
@@ -511,36 +525,40 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
     per_node += f" ({_bytes(memory.on_host(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
-    stop = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stop has {settings.stop_seconds or 0:g} s for it"
-    if seconds > (settings.stop_seconds or 0):
-        stop += ": too few; raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
+    limit = settings.stop_seconds or 0
+    rate = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
+    if seconds > limit:
+        rate += ": too few; raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
     return [
         (f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}"),
         ("memory of a checkpoint", per_node),
-        (f"checkpoint written in {seconds:,.0f} s", f"at {stop}"),
+        (f"checkpoint written in {seconds:,.0f} s", f"at {rate}"),
     ]
 
 
 def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the concurrency of a run with an environment: episodes, turns, and memory for them."""
+    """Return the lines on the concurrent episodes of an environment; none without an environment."""
     environment = report.config.rollout.environment
     if environment is None:
         return []
     # The replica with the most rows determines the concurrency.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
-    queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
-    queue = "no group waits"
-    if queued:
-        queue = f"{_count(queued, 'group')} of the step wait in the queue"
+    queued_groups = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
+    queue_text = "no group waits"
+    if queued_groups:
+        queue_text = f"{_count(queued_groups, 'group')} of the step wait in the queue"
 
     # If the configuration sets no limit, the engine's own limit may still apply.
     engine_limit = ""
     if in_flight == rows:
-        engine_limit = " (fewer where the engine takes fewer)"
+        engine_limit = " (fewer if the engine's own limit is lower)"
     processes = _count(environment.workers, "process", "es")
     lines = [
-        (f"{in_flight:,} of {rows:,} episodes in flight", f"a replica's, at most{engine_limit}; {queue}"),
+        (
+            f"{in_flight:,} of {rows:,} episodes in flight",
+            f"at most, per replica{engine_limit}; {queue_text}",
+        ),
         (
             f"episode <= {_count(environment.max_turns, 'turn')}",
             f"each answered within {environment.turn_timeout:g} s; {processes} of environments per replica",
@@ -559,12 +577,12 @@ def _order_text(config: RunConfig) -> str:
     """Describe which rows a step trains on, depending on the order of the rollout."""
     rollout = config.rollout
     # Start with the text for the closed order without over-sampling; other settings replace or extend it.
-    text = "a step learns from exactly its prompts"
+    text = "a step trains on exactly its own prompts"
     if rollout.oversample:
-        text = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
+        text = f"a step trains on the first complete groups, in rounds of {rollout.round_tokens:,} tokens"
     if rollout.order == OPEN:
         prefixes = "kept" if rollout.on_update == KEEP else "computed again"
-        text = "a step learns from the groups complete first by the clock, not repeatable"
+        text = "a step trains on the first complete groups by the clock, not repeatable"
         text += f"; at an update prefixes are {prefixes}"
     if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
@@ -579,7 +597,7 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
         task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
         name = "limit of responses" if task == "rollout" else f"limit of {task}"
 
-        # A plain number is in the row of the batch already.
+        # A plain number is part of the line on prompt and response lengths.
         if value == AUTO:
             text = (
                 f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
@@ -594,13 +612,14 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _prompts_text(tokens: int | None) -> str:
+    """Return the prompts of a table's row as text; None stands for the prompts that no other row covers."""
     if tokens is None:
         return "longer prompts"
     return f"prompts up to {tokens:,}"
 
 
-def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the line on weights that are not synced at every version; no line if they are."""
+def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the line on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
     config = report.config
     every = config.hybrid_engine.every
     if every == 1:
@@ -608,7 +627,7 @@ def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
 
     # Off-policy data: its age, what the loss does about it, and the memory that it costs.
     age = _count(versions_between(config), "version")
-    text = f"responses are of weights up to {age} older than the actor's"
+    text = f"responses are sampled from weights up to {age} older than the actor's"
     if report.algorithm is not None:
         text += f", {_correction_text(report.algorithm)}"
     text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
@@ -627,23 +646,23 @@ def _correction_text(algorithm: Algorithm) -> str:
     """Describe how the loss corrects for responses of older weights, as the end of a sentence."""
     correction = algorithm.correction
     if correction.bypass or algorithm.policy_loss.follows_rollout:
-        return "whose log-probs are those of the loss's ratio"
+        return "whose log-probs are the denominator of the loss's ratio"
     if correction.level != "none":
         return (
             f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
         )
     if correction.active:
-        return "rejected where they differ too much, and otherwise learned from as if sampled from the newest"
+        return "rejected where they differ too much, and otherwise trained on as if sampled from the newest"
     return "and nothing corrects for it"
 
 
-def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
+def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on the source of the old log-probs; no line without an algorithm."""
     if report.algorithm is None:
         return []
     reason = scoring_reason(report.config, report.algorithm)
     if reason is None:
-        text = "one optimizer step: from its own forward pass, without a separate one of the actor"
+        text = "from the forward pass of the only optimizer step, without a separate scoring pass"
     else:
         text = f"a scoring pass of the actor: {reason}"
     return [("old log-probs", text)]
@@ -673,8 +692,8 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 # ---------------------------------------------------------------- roles and ranks
 
 
-def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
-    """Return the meaning of the letters in the table of ranks."""
+def legend(layouts: Mapping[str, ParallelLayout]) -> str:
+    """Return the meaning of the letters of coordinates, in the table of ranks and in the picture."""
     names = ["t tensor"]
     # Explain only the letters that the table contains.
     if any(layout.context > 1 for layout in layouts.values()):
@@ -688,7 +707,7 @@ def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
     return ", ".join(names)
 
 
-def _roles(report: CheckReport) -> list[str]:
+def _role_lines(report: CheckReport) -> list[str]:
     """Return each role's sizes, then a table of the ranks with the coordinates of each role."""
     layouts = report.layouts or {}
     world = report.world_size
@@ -751,7 +770,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
     tensor, context, data, pipeline = layout.coordinates(rank)
     coordinates = [("t", tensor, layout.tensor), ("c", context, layout.context)]
     if role == ROLLOUT.name:
-        # A replica is numbered even where there is one, so that a label of it is not empty.
+        # A single replica gets an index too: its label would otherwise be empty.
         coordinates.insert(0, ("r", data, max(layout.data, 2)))
     else:
         coordinates += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
@@ -762,8 +781,8 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 # ---------------------------------------------------------------- accelerator, memory, servers, weight sync
 
 
-def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
-    """Return each default of an accelerator with the roles that have it and its reason."""
+def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
+    """Return a line for each accelerator default: key and value, roles that have it, and the reason."""
     all_roles = set[str]().union(*(default.roles for default in applied))
     rows: list[tuple[str, str]] = []
     for default in applied:
@@ -771,16 +790,16 @@ def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
         if isinstance(value, bool):
             value = str(value).lower()
         # Environment variables, and settings of all roles, need no list of roles.
-        owner = ""
+        role_prefix = ""
         if default.roles and set(default.roles) != all_roles:
-            owner = f"{', '.join(default.roles)}: "
-        rows.append((f"{default.row.key}={value}", owner + default.row.reason))
+            role_prefix = f"{', '.join(default.roles)}: "
+        rows.append((f"{default.row.key}={value}", role_prefix + default.row.reason))
 
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
+def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     """Return the memory of the fullest rank by item and phase, then that of other ranks."""
     fullest = ranks[0]
     # A job of one stage has only the phase learn.
@@ -805,7 +824,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
         lines[-1] += f"    of {gib:g} GiB"
     if any(len(fullest.turns(phase)) > 1 for phase in phases):
         lines.append(
-            "roles on one rank work in turn: of what each has on the device meanwhile the largest counts"
+            "roles on one rank work one after another: only the largest of their memory peaks counts"
         )
 
     if len(ranks) > 1:
@@ -822,7 +841,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 
 def _unusual_checkpoints(report: CheckReport) -> list[str]:
-    """Return a line for each checkpoint that is read in part, or in another form than it is stored in."""
+    """Return a line for each multimodal checkpoint, which is read in part, and each quantised one."""
     # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
     for file in report.models.values():
@@ -837,7 +856,7 @@ def _unusual_checkpoints(report: CheckReport) -> list[str]:
     return list(lines)
 
 
-def _servers(config: RunConfig) -> list[str]:
+def _server_lines(config: RunConfig) -> list[str]:
     """Return the command that starts an inference server of the configuration."""
     # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
@@ -850,7 +869,7 @@ def _servers(config: RunConfig) -> list[str]:
     return getattr(import_module(module), function)(config)
 
 
-def _sync(report: CheckReport) -> list[str]:
+def _sync_lines(report: CheckReport) -> list[str]:
     """Return the bytes of a weight sync, and of a sync that gathers complete tensors."""
     sync = report.sync
     layouts = report.layouts
@@ -872,7 +891,7 @@ def _sync(report: CheckReport) -> list[str]:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
     if adapters_alone:
-        lines.append("the weights beneath the adapters move once, at the first sync")
+        lines.append("the base weights of the adapters move once, at the first sync")
     return [
         *lines,
         "a rank receives the bytes that it lacks, and copies the bytes that it has as an actor rank",

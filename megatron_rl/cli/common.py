@@ -23,9 +23,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
-    """Raise UserError for the first of the named arguments that is given and below 1 or above a limit.
+    """Raise UserError for the first set argument among ``names`` that is below 1 or above ``at_most``.
 
-    The limit is the only guard against absurd sizes: later code does not check them again.
+    ``at_most`` is None for no limit. It is the only guard against absurd sizes: later code has none.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -78,13 +78,15 @@ def load_and_check(
     ``job`` replaces the configuration's own; None keeps it. ``gpu`` names the GPU of a cluster to check for
     in place of this machine.
     """
-    # After the user's overrides, so that it wins.
+    # Appended to the user's overrides, since the last override takes effect.
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
+
     if gpu is not None:
         # The memory is that of the named GPU, not that of the GPU which the file was written for.
         overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
+
     return check_file(
         arguments.config,
         overrides,

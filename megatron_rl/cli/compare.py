@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         metavar="RUN_DIR",
         nargs="+",
-        help="run folders; those that differ in their seed form one column",
+        help="run folders; runs that differ only in their seed form one column",
     )
     parser.add_argument(
         "--out", metavar="DIR", default=".", help="folder for compare.html and compare.md (default: this one)"

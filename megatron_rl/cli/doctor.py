@@ -44,7 +44,7 @@ Sections = dict[str, list[Finding]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("--json", action="store_true", help="print findings for machines")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, for programs")
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
     )
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--before-install",
         metavar="FILE",
-        help="only compare the machine's driver and own packages with the GPU stack, and write the packages "
-        "of --lock that it lacks to FILE as pip's requirements",
+        help="only compare the machine's driver and installed packages with the GPU stack, and write the "
+        "missing packages of --lock to FILE, as pip's requirements",
     )
     parser.add_argument(
         "--lock", metavar="FILE", help="with --before-install: the GPU stack, NAME==VERSION a line"
@@ -70,20 +70,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="prove the machines: rates of devices and links, numbers of the kernel, and small jobs on one "
-        "rank and on all, with vLLM, checkpoints and a restart; it stops at the first failure",
+        help="test the machines: rates of devices and links, accuracy of the log-prob kernel, and small jobs "
+        "on one rank and on all, with vLLM, checkpoints and a restart; it stops at the first failure",
     )
-    parser.add_argument("--out", default="runs/doctor", metavar="DIR", help="where --gpu works (%(default)s)")
+    parser.add_argument(
+        "--out", default="runs/doctor", metavar="DIR", help="folder for the files of --gpu (%(default)s)"
+    )
     parser.epilog = "Under torchrun it also measures an all-reduce between the ranks and compares clocks."
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding; return exit code 1 if any finding is an error."""
     if arguments.before_install:
-        return _before_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
+        return _prepare_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
 
     # Under torchrun every rank checks its machine, and only the first one prints.
-    prints = process_rank() == 0
+    is_first_rank = process_rank() == 0
     sections: Sections = {
         "packages": packages(),
         "optional": optional_packages(),
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Other ranks print their errors now: a machine with errors may fail to join the process group.
     errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
-    if not prints:
+    if not is_first_rank:
         _print_errors(errors)
 
     world = current_launch(joins=True).world_size
@@ -112,18 +114,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Skip the proof after errors: without packages it would fail with a less helpful message.
     if arguments.gpu and not _failed(sections):
-        sections["proof"] = _proof(Path(arguments.out), world, prints=prints and not arguments.json)
+        prints_progress = is_first_rank and not arguments.json
+        sections["proof"] = _proof(Path(arguments.out), world, prints_progress=prints_progress)
 
-    if prints and arguments.json:
+    if is_first_rank and arguments.json:
         record = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
         print(json.dumps(record, indent=2))
-    elif prints:
+    elif is_first_rank:
         _print(sections)
 
     if measures_links:
         from megatron_rl.distributed import watch
 
-        # Exit on all ranks at once: the launcher would end rank 0 as soon as another rank fails.
+        # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
         watch.leave()
     return int(_failed(sections))
@@ -143,15 +146,18 @@ def _print_errors(errors: list[Finding]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
-    """Prove the machines, with a line as each step ends. Collective over the world."""
+def _proof(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
+    """Test the machines with `planning.proof.prove`, and return the findings. Collective over the world.
+
+    ``prints_progress`` prints a line at the end of each test.
+    """
     # It imports torch, which a machine that lacks packages may not have.
     from megatron_rl.planning.proof import prove
 
     findings = []
     for finding in prove(folder, world):
         findings.append(finding)
-        if prints:
+        if prints_progress:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
         elif finding.level == "error":
             # Print on every rank: the launcher ends the other ranks, so rank 0 may not get to print.
@@ -159,8 +165,11 @@ def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
     return findings
 
 
-def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
-    """Print the conflicts with the GPU stack and write its missing packages; exit code 1 with an error."""
+def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
+    """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
+
+    Returns exit code 1 if a conflict is an error.
+    """
     if lock is None:
         raise requires(
             "doctor --before-install", requirements, "--lock", got="no lock file", fix="add --lock FILE"
@@ -172,13 +181,13 @@ def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     findings = unfit_packages(versions, pinned)
     driver = driver_version()
     if driver is not None:
-        unfit = unfit_driver(driver, pinned["torch"], toolkit)
-        if unfit:
-            findings.append(unfit)
+        driver_finding = unfit_driver(driver, pinned["torch"], toolkit)
+        if driver_finding:
+            findings.append(driver_finding)
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
-    # The versions that the machine's own packages, such as a vendor's torch, leave to be installed.
+    # Packages that the machine already has, such as a vendor's torch, are not installed again.
     to_install = missing_requirements(lock_text, versions, toolkit)
     requirements.write_text("".join(f"{requirement}\n" for requirement in to_install), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
@@ -204,7 +213,7 @@ def _print(sections: Sections) -> None:
 
 
 def _imports() -> list[Finding]:
-    """Import the packages of training: versions that fit on paper may still not load together."""
+    """Import the packages of training: packages with matching version numbers may still fail to load."""
     install = "rm -rf .venv, then launch/setup.sh"
     checks: list[tuple[str, Callable[[], str], str]] = [
         ("torch", _import_torch, install),
@@ -236,7 +245,7 @@ def _imports() -> list[Finding]:
 
 
 def _attention_compiler() -> list[Finding]:
-    """Check the compiler with which cuDNN builds attention kernels; only with torch imported and a GPU."""
+    """Check the compiler with which cuDNN builds attention kernels; no finding without torch or a GPU."""
     if "torch" not in sys.modules:
         return []
 
@@ -249,7 +258,7 @@ def _attention_compiler() -> list[Finding]:
 
 
 def _import_torch() -> str:
-    """Import torch, and multiply two matrices whose product is known."""
+    """Import torch and test a matrix product; return the version as text."""
     import torch
 
     values = torch.arange(6.0).reshape(2, 3)
@@ -259,7 +268,7 @@ def _import_torch() -> str:
 
 
 def _import_megatron() -> str:
-    """Import Megatron-Core as a role's model does."""
+    """Import the modules of a role's model, which import Megatron-Core; return the device as text."""
     from megatron_rl.distributed import device
     from megatron_rl.megatron import model
 
@@ -267,14 +276,14 @@ def _import_megatron() -> str:
 
 
 def _import_transformers() -> str:
-    """Import transformers."""
+    """Import transformers; return its version as text."""
     import transformers
 
     return f"transformers {transformers.__version__} loads"
 
 
 def _import_vllm() -> str:
-    """Import vLLM and prepare it as a rank does."""
+    """Import vLLM and apply the same preparations as a training rank; return the result as text."""
     from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
     prepare_vllm()

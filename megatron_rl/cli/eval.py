@@ -16,16 +16,17 @@ from megatron_rl.launcher import current_launch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``eval``."""
     add_config_arguments(parser)
+
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
         nargs="+",
         action="extend",
         required=True,
-        help="Hugging Face directories and runs' checkpoints/step_N, in any number",
+        help="one or more Hugging Face directories and checkpoints/step_N of runs",
     )
     parser.add_argument(
-        "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
+        "--trust", action="store_true", help="load a checkpoint even if loading may run code that it contains"
     )
 
 
@@ -61,19 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raise UserError unless the path is a directory with the files of a checkpoint of either kind."""
+    """Raise UserError unless the path is a complete training checkpoint or a Hugging Face model."""
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():
         return
 
     # A run folder, or its folder of checkpoints, is the likely mistake: suggest the newest in it.
     run_folder = RunFolder(path)
-    contents = checkpoints(run_folder.checkpoints) or checkpoints(path)
+    candidates = checkpoints(run_folder.checkpoints) or checkpoints(path)
     if (run_folder.model / "config.json").is_file():
-        contents.append(run_folder.model)
+        candidates.append(run_folder.model)
     fix = "correct the path"
-    if contents:
-        fix = f"checkpoints in it: {', '.join(map(str, contents[-4:]))}"
+    if candidates:
+        fix = f"checkpoints in it: {', '.join(map(str, candidates[-4:]))}"
     raise UserError(
         f"{path} is not a checkpoint",
         where=str(path),

@@ -15,15 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's checkpoints/step_N")
     parser.add_argument(
-        "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
+        "--trust",
+        action="store_true",
+        help="load the checkpoint even if loading may run code that it contains",
     )
-    parser.add_argument("--out", metavar="DIR", required=True, help="where the model is written")
+
+    parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the exported model")
     parser.add_argument(
         "--format",
         choices=("hf", "megatron", "peft"),
         default="hf",
-        help="hf (default): safetensors with config.json and tokenizer; megatron: what Megatron-LM's "
-        "pretrain_gpt.py takes as --load; peft: the adapters alone",
+        help="hf (default): safetensors with config.json and tokenizer; megatron: a checkpoint for --load of "
+        "Megatron-LM's pretrain_gpt.py; peft: only the adapters",
     )
 
 

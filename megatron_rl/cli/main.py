@@ -14,23 +14,26 @@ from megatron_rl.launcher import report_errors, without_proxy
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
-    "sft": ("megatron_rl.cli.train", "train the actor on given responses alone, by the section sft"),
-    "prefer": ("megatron_rl.cli.train", "train the actor on preferences alone, by the section preference"),
+    "sft": ("megatron_rl.cli.train", "run only the supervised training of the actor, the section sft"),
+    "prefer": (
+        "megatron_rl.cli.train",
+        "run only the preference training of the actor, the section preference",
+    ),
     "reward-model": (
         "megatron_rl.cli.train",
-        "train reward models on preferences alone, by reward.models.NAME.training",
+        "run only the training of reward models, the sections reward.models.NAME.training",
     ),
-    "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
+    "check": ("megatron_rl.cli.check", "check a configuration and show the plan of its run, in seconds"),
     "plan": ("megatron_rl.cli.plan", "find layouts and placements for a model and a number of GPUs"),
     "plan-reshard": (
         "megatron_rl.cli.plan_reshard",
         "plan the weight transfer of a model between two layouts, up to 1,024 ranks and more",
     ),
-    "eval": ("megatron_rl.cli.eval", "answer the evaluation sets with checkpoints, as a table"),
+    "eval": ("megatron_rl.cli.eval", "evaluate checkpoints on the evaluation sets, as a table"),
     "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model, or for Megatron-LM"),
     "serve": ("megatron_rl.cli.serve", "serve a run, a checkpoint or a model with vLLM's own server"),
-    "bench-serve": ("megatron_rl.cli.bench_serve", "test a server with more and more users, as tables"),
-    "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
+    "bench-serve": ("megatron_rl.cli.bench_serve", "load-test a server with increasing numbers of users"),
+    "report": ("megatron_rl.cli.report", "write the table, the learning curve and report.html of a run"),
     "compare": ("megatron_rl.cli.compare", "compare runs: settings, results, curves"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and list the fixes"),
 }

@@ -56,7 +56,10 @@ _MODEL_OPTIONS = {
     "reward": None,
     "reward_model_path": None,
 }
-"""Options that a configuration decides itself, with their defaults."""
+"""Option -> default, for the options that describe the job of a plain MODEL.
+
+A configuration sets these values itself, so `plan CONFIG` refuses them.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,27 +77,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machines")
     machine.add_argument("--gpus", type=int, help="number of GPUs")
     machine.add_argument("--gpu", help="GPU name, as h100, h200, a100, h20, b200, gb200 (default h100)")
-    machine.add_argument("--gpus-per-node", type=int, help="default: the GPU's usual machine")
-    machine.add_argument("--network-gigabits-per-gpu", type=float)
-    machine.add_argument("--network-gigabits-per-node", type=float)
+    machine.add_argument(
+        "--gpus-per-node", type=int, help="GPUs of a node (default: those of the GPU's usual machine)"
+    )
+    machine.add_argument("--network-gigabits-per-gpu", type=float, help="network bandwidth of a GPU, Gbit/s")
+    machine.add_argument(
+        "--network-gigabits-per-node", type=float, help="network bandwidth of a node, Gbit/s"
+    )
 
     job = parser.add_argument_group("job")
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
     job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
     job.add_argument("--lora-rank", type=int, help="train adapters of this rank (default: the weights)")
     job.add_argument("--no-reference", action="store_true", help="no reference policy (no KL term)")
-    job.add_argument("--no-reward-model", action="store_true", help="ppo whose reward is a function alone")
+    job.add_argument(
+        "--no-reward-model", action="store_true", help="ppo with a reward function and no reward model"
+    )
     job.add_argument("--prompts", type=int, default=256, help="prompts per step (default 256)")
     job.add_argument("--samples", type=int, default=8, help="samples per prompt (default 8)")
-    job.add_argument("--optimizer-steps", type=int, default=1)
-    job.add_argument("--prompt-tokens", type=int, default=1024)
+    job.add_argument("--optimizer-steps", type=int, default=1, help="optimizer steps per step (default 1)")
+    job.add_argument("--prompt-tokens", type=int, default=1024, help="tokens of a prompt (default 1024)")
     job.add_argument("--response-tokens", type=int, default=8192, help="longest response (default 8192)")
-    job.add_argument("--response-tokens-mean", type=float, help="default: a third of the longest")
+    job.add_argument(
+        "--response-tokens-mean", type=float, help="mean response (default: a third of the longest)"
+    )
     job.add_argument(
         "--precision",
         choices=("bf16", "fp16", "fp8"),
         default="bf16",
-        help="of what is predicted; a run, and so a plan with --out, has bf16 (default)",
+        help="type of the predicted weights; --out requires bf16 (default), the only one that runs support",
     )
 
     # Two names for values of one setting, since the flags read better than the value.
@@ -105,14 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=ONE_STEP_OFF,
         default=SYNCHRONOUS,
-        help="let split placements generate the next step early",
+        help="let split placements sample a step while the previous one trains",
     )
     sampling.add_argument(
         "--open-order",
         dest="split",
         action="store_const",
         const=OPEN_ORDER,
-        help="let them learn from what is complete first (rollout.order: open)",
+        help="let split placements train on the groups that are complete first (rollout.order: open)",
     )
 
     result = parser.add_argument_group("result")
@@ -130,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     calibration.add_argument(
         "--calibrate", metavar="RUN_DIR", help="fit efficiency factors to a run folder (--out FILE)"
     )
-    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+    parser.add_argument("--constants", metavar="FILE", help="JSON file that overrides packaged constants")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate(args)
     if args.model and args.model.endswith((".yaml", ".yml")):
         return _plan_configuration(args)
+
     # Both are optional for argparse, since --calibrate needs neither.
     if not args.model or not args.gpus:
         raise UserError(
@@ -147,9 +159,11 @@ def run(args: argparse.Namespace) -> int:
             expected="plan MODEL --gpus N [--gpu h100], plan CONFIG, or plan --calibrate RUN_DIR",
             got=f"MODEL {args.model}, --gpus {args.gpus}",
         )
+
+    # A plain model has no keys to override.
     if args.overrides:
         raise UserError(
-            "overrides are of a configuration, and a model is planned",
+            "overrides apply to a configuration, and a model is named",
             where="command line",
             expected="plan CONFIG KEY=VALUE, with the YAML file of a run",
             got=f"plan {args.model} {' '.join(args.overrides)}",
@@ -207,9 +221,9 @@ def _check_precision(args: argparse.Namespace) -> None:
         raise UserError(
             f"a run has no {args.precision} weights, so a plan of them cannot be written as a configuration",
             where="--precision",
-            expected="bf16 with --out; other precisions are predictions alone",
+            expected="bf16 with --out; other precisions are only predictions",
             got=f"{args.precision} with --out {args.out}",
-            fix="leave out --precision to write a plan, or leave out --out to see the prediction alone",
+            fix="leave out --precision to write a plan, or leave out --out to see only the prediction",
         )
 
 
@@ -277,16 +291,16 @@ def _search(args: argparse.Namespace) -> int:
 
 def _plan_configuration(args: argparse.Namespace) -> int:
     """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
-    # An option with its default value cannot be told from an absent one, and changes nothing.
+    # An option with its default value cannot be distinguished from an absent one, and changes nothing.
     explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(
-            f"{option} describes a model's job, and the configuration describes its own",
+            f"{option} describes the job of a plain model, and a configuration describes its own",
             where=option,
             expected="plan CONFIG [KEY=VALUE …] with --gpus, --gpu, --best, --json or --constants",
             got=f"{option} with {args.model}",
-            fix="write the value into the configuration, or as KEY=VALUE behind it",
+            fix="write the value into the configuration, or as KEY=VALUE after it",
         )
     require_counts(args, "gpus", at_most=MAX_WORLD)
 
@@ -313,7 +327,7 @@ def _model_path(model: str) -> str:
 
 
 def _paths(args: argparse.Namespace) -> Paths:
-    """Return the paths for the configuration of a plan."""
+    """Return the paths of models, data and rewards that a plan's configuration contains."""
     return Paths(
         model=args.model_path or _model_path(args.model),
         data=args.data,

@@ -39,10 +39,22 @@ CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan-reshard`` to a parser."""
-    parser.add_argument("model", metavar="MODEL", help="preset name, directory with config.json, or the file")
-    parser.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help="actor, as tp8pp8dp2")
     parser.add_argument(
-        "--to", dest="target", required=True, metavar="LAYOUT", help="engine: tp8, or ep8 for whole experts"
+        "model", metavar="MODEL", help="preset name, directory with config.json, or the config.json itself"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="LAYOUT",
+        help="layout of the actor, such as tp8pp8dp2",
+    )
+    parser.add_argument(
+        "--to",
+        dest="target",
+        required=True,
+        metavar="LAYOUT",
+        help="layout of an engine replica: tp8, or ep8 for experts that are not sharded",
     )
     parser.add_argument(
         "--rollout-ranks",
@@ -51,16 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="N ranks other than the actor's (default: the same ranks)",
     )
 
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the engine's weights")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=8, metavar="N", help="ranks of a node (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="bfloat16", help="dtype of the engine's weights"
+    )
     parser.add_argument(
         "--lora-rank",
         type=int,
         metavar="N",
-        help="move adapters of this rank alone, as actor.lora.sync=adapter does",
+        help="transfer only LoRA adapters of this rank, as with actor.lora.sync=adapter",
     )
     parser.add_argument(
-        "--staging-bytes", type=int, default=HybridEngineConfig.staging_bytes, metavar="BYTES"
+        "--staging-bytes",
+        type=int,
+        default=HybridEngineConfig.staging_bytes,
+        metavar="BYTES",
+        help="memory of a rank for weights in transfer (%(default)s)",
     )
 
     parser.add_argument(
@@ -69,12 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="predict seconds on machines of this GPU (repeatable; default " + ", ".join(CLUSTERS) + ")",
     )
-    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+    parser.add_argument("--constants", metavar="FILE", help="JSON file that overrides packaged constants")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the plan, summarise it and print it; raises UserError for arguments that do not fit together."""
+    """Plan the transfer and print its summary; raises UserError for arguments that do not fit together."""
     start = time.perf_counter()
     require_counts(arguments, "ranks_per_node", "rollout_ranks", at_most=MAX_WORLD)
     require_counts(arguments, "staging_bytes", "lora_rank")
@@ -137,7 +157,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
 
 
 def _engine_layout(text: str) -> tuple[int, bool]:
-    """Return the number of ranks of a replica, and whether experts are distributed as a whole."""
+    """Return the number of ranks of a replica, and whether each expert is on one rank (``epN``)."""
     sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
@@ -170,7 +190,7 @@ def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: 
         ("messages per rank", f"most {summary.messages_most:,}; {summary.messages:,} in all"),
         ("peers per rank", f"most {summary.peers_most}, mean {summary.peers_mean:.1f}"),
         ("staging per rank", f"at most {byte_text(summary.staging_most)}"),
-        ("received though held", byte_text(summary.redundant_most)),
+        ("received needlessly", byte_text(summary.redundant_most)),
         *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
         ("first sync", f"{summary.connect_seconds:.1f} s more to connect, assumed"),
         *((f"{name}", f"{byte_text(value)} received per rank (formula)") for name, value in peers.items()),

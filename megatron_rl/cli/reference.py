@@ -1,7 +1,7 @@
 """Generator of the documentation pages that are derived from the code.
 
-``python -m megatron_rl.cli.reference all`` writes every page below docs/, and
-``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` one of them.
+``python -m megatron_rl.cli.reference all`` writes every page below docs/.
+``python -m megatron_rl.cli.reference PAGE`` prints a single page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from megatron_rl import PUBLIC
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
+from megatron_rl.cli.formulas import with_formulas
 from megatron_rl.cli.main import COMMANDS
 from megatron_rl.config.field_types import entry_class, field_hints, section_class, type_text, union_members
 from megatron_rl.config.load import to_plain
@@ -34,18 +35,21 @@ _HEAD = """\
 Every key of a run's configuration, a page for each subject. A key is written in YAML below its sections, or
 on the command line with dots between: `actor.layout.tensor=2`.
 
-Below each key are its type and its default. A default in *italics* describes what a run takes where the
-configuration gives nothing. `check --verbose` prints every derived value of a run with its reason.
+Below each key are its type and its default. A default in *italics* describes the value that a run uses if the
+key is not set. `check --verbose` prints every derived value of a run with its reason.
 
-These pages are made from the fields of the configuration: `python -m megatron_rl.cli.reference all`.
-Other projects' names of the keys are on [a page of their own](other_names.md).
+These pages are generated from the fields of the configuration: `python -m megatron_rl.cli.reference all`.
+Other projects' names of the keys are on [a separate page](other_names.md).
 """
 SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model": ("Model", ("model",)),
     "data": ("Data and batches", ("data", "batch")),
     "algorithm": ("Algorithm", ("algorithm",)),
     "pieces": ("Pieces of an algorithm", ()),
-    "roles": ("Actor, critic, reference, teacher", ("actor", "critic", "reference", "teacher")),
+    "roles": (
+        "Actor, critic, reference, teacher",
+        ("actor", "critic", "reference", "teacher", "teachers", "teacher_server"),
+    ),
     "rollout": ("Rollout", ("rollout",)),
     "reward": ("Reward", ("reward",)),
     "stages": ("Stages before the first step", ("sft", "preference")),
@@ -53,15 +57,15 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "watch": ("Evaluation, checkpoints, health, trackers", ("evaluation", "checkpoint", "health", "logging")),
 }
 """Page below docs/configuration -> its title and the sections of the top level on it."""
-_MADE = "This page is made from the code: `python -m megatron_rl.cli.reference {}`.\n"
+_GENERATED = "This page is generated from the code: `python -m megatron_rl.cli.reference {}`.\n"
 _ALGORITHMS_HEAD = f"""\
 # Algorithms
 
-An algorithm is composed of pieces; `algorithm.name` chooses one of those below, and a key of `algorithm`
-replaces a piece or sets it otherwise, see [configuration](configuration.md). A piece that is not named is
-GRPO's. Each has a recipe in `configs/recipes/`.
+An algorithm is composed of pieces. `algorithm.name` chooses one of the algorithms below, and a key of
+`algorithm` replaces a piece or changes its settings, see [configuration](configuration.md). A piece that is
+not named is GRPO's. Each algorithm has a recipe in `configs/recipes/`.
 
-| you want | take |
+| you want | choose |
 |---|---|
 | a first run on rewards that can be verified | `grpo` |
 | long answers, many prompts that are all right or all wrong | `dapo` |
@@ -75,33 +79,33 @@ GRPO's. Each has a recipe in `configs/recipes/`.
 | several rewards of different scale | `gdpo` |
 | a small model from a large one | `distillation` |
 
-The table is a beginning, from what their papers claim: this project has not compared them.
+The table is a starting point, from the claims of their papers: this project has not compared them.
 
-{_MADE.format("algorithms")}"""
+{_GENERATED.format("algorithms")}"""
 _COMMANDS_HEAD = f"""\
 # Commands
 
 `python -m megatron_rl COMMAND`; under `torchrun … -m megatron_rl COMMAND` for more than one process. Exit
 codes: 0, 2 for bad input, 1 for any other failure.
 
-{_MADE.format("commands")}"""
+{_GENERATED.format("commands")}"""
 _PYTHON_GUIDE = Path(__file__).with_name("python_guide.md")
-"""Guide that begins the page, written by hand."""
+"""First part of the page on Python, written by hand."""
 _PYTHON_HEAD = f"""
 # Reference
 
-{_MADE.format("python")}"""
+{_GENERATED.format("python")}"""
 _NAMES_HEAD = f"""\
 # Names of other projects
 
-What other projects call our keys. A configuration with one of these names is refused with our name and how
-the value differs, so a recipe is translated by running `check` until it reports no further name.
+Names of our keys in other projects. The error for one of these names in a configuration gives our name and
+the difference of the value, so a recipe is translated by running `check` until it reports no further name.
 
-{_MADE.format("other_names")}"""
+{_GENERATED.format("other_names")}"""
 _COLUMNS = ("Key, type, default", "Meaning")
 
 
-def configuration() -> str:
+def configuration_page() -> str:
     """Return the first page of the configuration reference: the pages by subject, and the top level."""
     rows = []
     for name, (title, sections) in SUBJECTS.items():
@@ -111,14 +115,14 @@ def configuration() -> str:
     return "\n".join([_HEAD, *pages, "", _section_table(RunConfig, [""])])
 
 
-def configuration_of(subject: str) -> str:
-    """Return the page of one subject: a table for each kind of section, in their order."""
+def subject_page(subject: str) -> str:
+    """Return the page of one subject: a table for each class of sections, in the configuration's order."""
     title, _ = SUBJECTS[subject]
     tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
         tables = [_piece_table(key, kind) for key, kind in KINDS.items()]
 
-    back = f"A part of the [configuration reference](../configuration.md). {_MADE.format('all')}"
+    back = f"A part of the [configuration reference](../configuration.md). {_GENERATED.format('all')}"
     return "\n".join([f"# {title}\n", back, *tables])
 
 
@@ -130,7 +134,7 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
         if path:
             paths_by_class.setdefault(section, []).append(path)
 
-    # A shared table is on the page of its first path, which is the actor's where it has one.
+    # A shared table is on the page of its first path, the actor's if it has one.
     for paths in paths_by_class.values():
         paths.sort(key=lambda path: not path.startswith("actor."))
     subject_of = {key: subject for subject, (_, keys) in SUBJECTS.items() for key in keys}
@@ -170,9 +174,9 @@ def _section_table(section: type, paths: list[str]) -> str:
     meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
     paths_line: list[str] = []
     if len(paths) > 2:
-        # A long list of paths is no heading.
+        # A long list of paths does not fit into a heading.
         title = f"`{paths[0]}` and {len(paths) - 1} others"
-        paths_line = [f"Of {', '.join(f'`{path}`' for path in paths)}.", ""]
+        paths_line = [f"Sections with these keys: {', '.join(f'`{path}`' for path in paths)}.", ""]
     return "\n".join([f"## {title}", "", meaning, "", *paths_line, *_table_lines(_COLUMNS, rows), ""])
 
 
@@ -221,7 +225,7 @@ def _meaning(setting: Setting) -> str:
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
-    # The keys of a section have rows of their own: list only the values that differ from its class.
+    # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
@@ -255,7 +259,7 @@ def _allowed(setting: Setting) -> str:
     return choices
 
 
-def algorithms() -> str:
+def algorithms_page() -> str:
     """Return every named algorithm with its pieces, and every piece with its equation and source."""
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
@@ -281,7 +285,7 @@ def algorithms() -> str:
         described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{first}`.\n" for first in described if first != key]
         blocks += [
-            f"### {key}: {piece.__name__}\n\n{_doc(piece)}\n"
+            f"### {key}: {piece.__name__}\n\n{with_formulas(_doc(piece))}\n"
             for piece, first in first_kind.items()
             if first == key
         ]
@@ -301,7 +305,7 @@ def _changed_settings(piece: Piece, default: Piece) -> str:
     return f" ({', '.join(changed)})"
 
 
-def commands() -> str:
+def commands_page() -> str:
     """Return every command with its arguments."""
     blocks = [_COMMANDS_HEAD]
     for name, (module, help_text) in COMMANDS.items():
@@ -342,8 +346,8 @@ def _help(action: argparse.Action) -> str:
     return "; ".join(filter(None, [text, choices and f"one of {choices}"]))
 
 
-def python() -> str:
-    """Return the public names with their signatures and docstrings."""
+def python_page() -> str:
+    """Return the guide to Python, then every public name with its signature and docstring."""
     blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
@@ -388,8 +392,8 @@ def _wrapped(signature: str) -> str:
     """Return a signature with a line for each parameter if it is long."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
-    inside, _, result = signature[1:].rpartition(")")
-    lines = "".join(f"    {parameter},\n" for parameter in _parameters(inside))
+    parameters_text, _, result = signature[1:].rpartition(")")
+    lines = "".join(f"    {parameter},\n" for parameter in _parameters(parameters_text))
     return f"(\n{lines}){result}"
 
 
@@ -405,7 +409,7 @@ def _parameters(text: str) -> Iterator[str]:
     yield text[begin:].strip()
 
 
-def other_names() -> str:
+def other_names_page() -> str:
     """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
@@ -451,23 +455,23 @@ def _cell(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration": configuration,
-    **{f"configuration/{subject}": partial(configuration_of, subject) for subject in SUBJECTS},
-    "algorithms": algorithms,
-    "commands": commands,
-    "python": python,
-    "other_names": other_names,
+    "configuration": configuration_page,
+    **{f"configuration/{subject}": partial(subject_page, subject) for subject in SUBJECTS},
+    "algorithms": algorithms_page,
+    "commands": commands_page,
+    "python": python_page,
+    "other_names": other_names_page,
 }
-"""Page below docs/ -> function that makes it."""
+"""Name of a page below docs/ -> function that returns its text."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def write_all(folder: Path) -> None:
     """Write every page below a folder."""
-    for name, make in PAGES.items():
+    for name, page_text in PAGES.items():
         path = folder / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(make(), encoding="utf-8")
+        path.write_text(page_text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

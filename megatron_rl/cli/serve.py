@@ -29,9 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="a run folder, one of its checkpoints/step_N, or a Hugging Face model",
     )
+
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
-    parser.add_argument("--name", help="name of the model in requests (default: that of the run folder)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument("--name", help="name of the model in requests (default: name of the run folder)")
+
     parser.add_argument(
         "--vllm",
         default="",
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="vLLM's own arguments, such as '--tensor-parallel-size 2 --max-model-len 4096'",
     )
     parser.add_argument(
-        "--trust", action="store_true", help="load a checkpoint even if that may run code which it holds"
+        "--trust", action="store_true", help="load a checkpoint even if loading may run code that it contains"
     )
 
 
@@ -65,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"next: megatron-rl bench-serve {address}")
     print(f"vLLM: {shlex.join(command)}", flush=True)
 
-    # vLLM's server takes this process, so that signals reach it.
+    # Replace this process by the server, so that signals reach it.
     os.execv(sys.executable, command)
 
 
 def model_folder(source: Path, *, trusted: bool = False) -> Path:
-    """Return the folder of a source's Hugging Face model; export a checkpoint that has none yet.
+    """Return the folder of the Hugging Face model of ``source``; export a training checkpoint if necessary.
 
-    A run's model is the one that it wrote at its end, otherwise the model of its newest checkpoint.
+    The model of a run folder is the one that the run wrote at its end, else that of its newest checkpoint.
     """
     if (source / "config.json").is_file():
         return source
@@ -85,7 +87,7 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
         checkpoint = latest(run.checkpoints) or source
     require_checkpoint(checkpoint)
 
-    # Beside the checkpoints, which a run deletes when they are old.
+    # Export next to the checkpoints, not into one: a run deletes its old checkpoints.
     out = checkpoint.parent.parent / "exports" / checkpoint.name
     if not (out / "config.json").is_file():
         from megatron_rl.trainer.offline import export_checkpoint
@@ -101,7 +103,7 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 
     # Filters that are off are left out, as vLLM's defaults are off.
     defaults: dict[str, Any] = {
-        # Of a temperature that changes over steps, the last one.
+        # A temperature that changes over steps has reached its end.
         "temperature": temperature_schedule(rollout.temperature).end,
         "max_new_tokens": rollout.response_limit,
     }
@@ -119,7 +121,7 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    It runs the module: the ``vllm`` script of the CPU package (0.32) does not start.
+    It runs the server's module, since the ``vllm`` script of vLLM's CPU package (0.32) does not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
@@ -128,7 +130,7 @@ def server_command(model: Path, name: str, host: str, port: int, defaults: dict[
     if defaults:
         command += ["--override-generation-config", json.dumps(defaults)]
 
-    # By default vLLM takes 0.92 of the memory, which on a host is that of all programs.
+    # By default vLLM takes 0.92 of the memory, which on a host without GPU is shared with other programs.
     if shutil.which("nvidia-smi") is None:
         command += ["--gpu-memory-utilization", HOST_MEMORY]
     return command

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, then train.
 
-    Every rank checks the same input before the first collective, so all ranks exit with the same errors, and
-    none waits for another.
+    Every rank checks the same input before the first collective, so all ranks exit with the same errors and
+    no rank hangs.
     """
     leave_with_launcher()
     world_size = current_launch(joins=True).world_size
@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
         print("\n".join(lines), flush=True)
 
-    # After the check, since it takes long. What libraries print meanwhile belongs into the rank's log.
+    # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
     with output_to(log, main=False):
         from megatron_rl.trainer import run as trainer
 
-    trainer.run(config)
+    trainer.run(config, report.explicit_keys())
     return 0

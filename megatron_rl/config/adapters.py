@@ -28,7 +28,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
             return section
 
         if lora.alpha is None:
-            reasons[f"{path}.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
+            reasons[f"{path}.lora.alpha"] = "rank: an adapter adds the unscaled product of its matrices"
             lora = replace(lora, alpha=float(lora.rank))
         if lora.targets is None and shape is not None and _has_actor_shape(config, section):
             reasons[f"{path}.lora.targets"] = "the linear layers of the model that can have adapters"
@@ -39,6 +39,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
 
 
 def _has_actor_shape(config: RunConfig, section: Any) -> bool:
+    """Return whether the role of a section is the actor, or starts from the actor's model."""
     return isinstance(section, ActorConfig) or section.path in (None, starting_model(config))
 
 
@@ -101,7 +102,7 @@ def is_initial_actor(config: RunConfig, path: str) -> bool:
 
 
 def shares_actor_base(config: RunConfig, path: str) -> bool:
-    """Return whether the role at ``path`` has adapters of its own over the actor's base weights."""
+    """Return whether the role at ``path`` has its own adapters on the base weights of the actor."""
     if spec_at(path).shares != ADAPTED or path not in adapters_of(config):
         return False
     return own_base_reason(config, path) is None

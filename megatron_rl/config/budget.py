@@ -34,7 +34,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -54,13 +53,13 @@ from megatron_rl.shapes.traffic import peers_on_node
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
 
-# Item of the connections of a weight sync.
+# Name of the memory item for the connections of a weight sync.
 SYNC_CONNECTIONS = "sync connections"
 
 # Bytes per second that a node is assumed to write to a shared file system.
 CHECKPOINT_BANDWIDTH = 10**9
 
-# Type of a moment or a master weight, as Megatron's settings name it -> bytes.
+# dtype of a moment or a master weight, as Megatron's settings name it -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 
@@ -76,11 +75,11 @@ class MemoryItem:
     bytes: int
     """Size in bytes."""
     phases: tuple[str, ...]
-    """Phases in which it is resident on the device; empty: it is in host memory."""
+    """Phases in which it is resident on the device; empty if it is in host memory."""
     how: str
-    """How the bytes were counted."""
+    """How the bytes were counted, as text for the table."""
     turn: str | None = None
-    """Role during whose turn it is resident; None: resident in the complete phase.
+    """Role during whose turn it is resident; None if it is resident during the complete phase.
 
     Roles that share ranks work one after another, and an offloaded role is in host memory between its turns.
     """
@@ -124,23 +123,23 @@ class Usage:
     begin: int = 0
     """Bytes on the device when the phase began."""
     peak: int = 0
-    """Most bytes on the device."""
+    """Largest number of bytes on the device."""
     end: int = 0
     """Bytes on the device when the phase ended."""
     kernels: int = 0
-    """Operators that compute."""
+    """Number of operators that compute."""
     microbatches: int = 0
-    """Micro-batches that passed through the rank."""
+    """Number of micro-batches that passed through the rank."""
     reads: int = 0
-    """Values that the host read from the device: it waits for every kernel before."""
+    """Number of values that the host read from the device; each read waits for all earlier kernels."""
     copies: int = 0
-    """Copies of pageable host memory to the device, for which the host waits likewise."""
+    """Number of copies from pageable host memory to the device, for which the host waits too."""
     selections: int = 0
-    """Operators whose result size depends on values, such as boolean indices: the host waits for it."""
+    """Number of operators whose result size depends on values, such as boolean indices: the host waits."""
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Kind of group -> collectives; point-to-point messages are under ``messages``."""
+    """Kind of group -> number of collectives; ``messages`` -> number of point-to-point messages."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Kind of group -> bytes over the network, likewise."""
+    """Kind of group, or ``messages`` -> bytes of these calls."""
 
     @property
     def waits(self) -> int:
@@ -153,11 +152,11 @@ class SyncMessages:
     """Messages of one rank in a weight sync."""
 
     peers: int
-    """Other ranks that it exchanges messages with."""
+    """Number of ranks that it exchanges messages with."""
     sent: int
-    """Messages that it sends."""
+    """Number of messages that it sends."""
     received: int
-    """Messages that it receives."""
+    """Number of messages that it receives."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,13 @@ class SimulatedRank:
     rank: int
     """Rank in the world."""
     phases: Mapping[str, Usage]
-    """Phase -> resources that it used."""
+    """Phase -> resources that the rank used."""
     resting: int
-    """Bytes of its models that stay on the device while another role works."""
+    """Bytes of the rank's models that remain on the device while another role works."""
     groups: Sequence[tuple[str, int]]
-    """Kind and number of ranks of each group that the rank is in."""
+    """Kind and number of ranks of each process group that the rank belongs to."""
     sync: SyncMessages | None = None
-    """Its part of a weight sync; None for engines outside the ranks."""
+    """Messages of the rank in a weight sync; None for engines outside the ranks."""
 
     @property
     def connections(self) -> int:
@@ -191,16 +190,16 @@ def memory_plan(
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
 ) -> list[RankMemory]:
-    """Return the memory of each distinct kind of rank, fullest first; ranks with equal items are listed once.
+    """Return the memory of every rank, fullest first; of ranks with equal items only the lowest is listed.
 
-    ``shapes`` has an entry for each role with a model of its own; the others have the actor's. ``batch`` is
+    ``shapes`` maps a role to the shape of its model; roles without an entry have the actor's. ``batch`` is
     None for the job of one stage, which only trains.
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
     connections: list[MemoryItem] = []
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
-        connections.append(_sync_connections(config, layouts, shapes["actor"]))
+        connections.append(_sync_connections_item(config, layouts, shapes["actor"]))
 
     # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
@@ -221,10 +220,10 @@ def rank_memory(
     asleep: frozenset[int] = frozenset(),
     connections: Sequence[MemoryItem] = (),
 ) -> RankMemory:
-    """Return the memory of one rank; arguments as in `memory_plan`.
+    """Return the memory of one rank; the first four arguments are those of `memory_plan`.
 
-    The engines on the ranks ``asleep`` release their memory while other roles work. ``connections`` are the
-    items of the connections of ranks with an engine.
+    Engines on the ranks ``asleep`` release their memory while other roles work. ``connections`` are the items
+    of NCCL's connections, which only ranks with an engine have.
     """
     items: list[MemoryItem] = []
     if batch is None:
@@ -238,15 +237,15 @@ def rank_memory(
 
         shape = shapes.get(role, shapes["actor"])
         if role in learners:
-            items += _trained(config, role, learners[role], layout, rank, shape)
+            items += _trained_role_items(config, role, learners[role], layout, rank, shape)
             continue
 
         assert batch is not None
         if role != "rollout":
-            items += _frozen(config, role, layout, rank, shape, batch)
+            items += _frozen_role_items(config, role, layout, rank, shape, batch)
         elif config.rollout.capabilities.in_process:
             awake = ("generate",) if rank in asleep else PHASES
-            items += _rollout(config, layout, shape, batch, awake)
+            items += _engine_items(config, layout, shape, batch, awake)
             items += connections
         # Other engines run in servers outside the job's ranks.
 
@@ -290,7 +289,7 @@ def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
 
 
 def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _Learner]:
-    """Return the roles that train in the stages of a job of one stage."""
+    """Return the roles that a single-stage job trains, several for several reward models."""
     tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
     learners = {}
@@ -298,9 +297,11 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         role = role_of(plan.role)
         settings = plan.settings
         assert settings.max_row_tokens is not None
+
         # A record has one row for each response, such as two for a preference pair.
         rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
+
         learners[role] = _Learner(
             config.actor.recompute if role == "actor" else "none",
             settings.optimizer,
@@ -311,7 +312,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     return learners
 
 
-def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
+def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the layers of each pipeline stage."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
@@ -321,14 +322,15 @@ def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Seq
 
 
 def _layer_kind(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+    """Return the properties of a model's layers on which its memory depends."""
     fused = config.model.attention == "transformer_engine" and not shape.plain_layers
     return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return an optimizer's bytes per parameter with weights of ``weight_bytes`` each.
+    """Return the bytes of an optimizer's state per parameter; a model weight has ``weight_bytes``.
 
-    These are its moments, and float32 master weights where the weights have fewer bytes.
+    The state consists of the moments, and of float32 master weights if the model has a different dtype.
     """
     if optimizer.offload:
         # Two moments, weights and gradients in float32, for any dtype of the model.
@@ -369,9 +371,9 @@ class CheckpointMemory:
     """
 
     shards: int
-    """Optimizer states that a rank has."""
+    """Optimizer states on a rank, sharded as in memory."""
     gathered: int
-    """Optimizer states of the rank and of all that share its parameters."""
+    """Optimizer states of all ranks that have the same parameters, gathered on one rank."""
     weights: int
     """Share of the weights that a rank writes."""
     ranks: int
@@ -398,7 +400,7 @@ class CheckpointMemory:
 def checkpoint_memory(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return the memory of a checkpoint, from the estimates of `memory_plan`; None without an optimizer."""
+    """Return a checkpoint's memory from the estimates of `memory_plan`; None if no role has an optimizer."""
     shards = 0
     gathered = 0
     weights = 0
@@ -414,12 +416,12 @@ def checkpoint_memory(
         # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
         layout = layouts[role]
         copies = layout.data * layout.context
-        shares = 1
+        shard_count = 1
         if section.optimizer.distributed:
-            shares = copies
-        saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
-        shards += saved
-        gathered += saved * shares
+            shard_count = copies
+        shard_bytes = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
+        shards += shard_bytes
+        gathered += shard_bytes * shard_count
         weights += max(item.bytes for item in items if item.name == f"{role} weights") // copies
         ranks.update(layout.ranks)
     if not gathered:
@@ -427,7 +429,7 @@ def checkpoint_memory(
     return CheckpointMemory(shards, gathered, weights, min(config.gpus_per_node, len(ranks)))
 
 
-def _trained(
+def _trained_role_items(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
     """Return the memory items of a trained role: weights, gradients, optimizer state and activations."""
@@ -440,7 +442,7 @@ def _trained(
         return item if role == "actor" else f"{role} {item}"
 
     layers = _layer_kind(config, shape, learner.recompute)
-    stages = _stages(config, layout, shape)
+    stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, layers.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
@@ -472,13 +474,13 @@ def _trained(
         trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
     weights = _trained_weights(config, role, int(memory.weights), layers, learner.offload)
     if adapters is not None and spec.shares == ADAPTED:
-        weights = _with_base(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
+        weights = _with_base_weights(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
     items = [weights]
 
     detail = f"{trained_count} x 4 B (float32)"
     items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
     if merged_bytes and not learner.alone:
-        detail = "with the adapters added in, while weights move"
+        detail = "with the adapters merged into them, during a weight sync"
         items.append(MemoryItem("merged weights", merged_bytes, ("generate",), detail))
 
     sharing = "not shared"
@@ -498,9 +500,9 @@ def _trained(
     )
     items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
     phases = ("score", "learn")
-    items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
+    items += _forward_items(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
 
-    # The forward pass only holds the logits; the backward pass also accumulates their gradients.
+    # A forward pass needs only the logits; training also accumulates the gradients of the output layer.
     head_sums = int(memory.logits - scoring.logits)
     if head_sums:
         detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
@@ -516,14 +518,14 @@ def _trained(
 def _trained_weights(
     config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
 ) -> MemoryItem:
-    """Return the weights of a role that trains, which are also resident while it computes log-probs."""
+    """Return the memory item for the weights of a trained role, which its forward passes need too."""
     phases = PHASES
     turn = None
     if offload:
         phases = ("score", "learn")
         turn = role
     # The actor's weights stay resident while another role computes with them in its own turn.
-    if role == "actor" and _is_base(config):
+    if role == "actor" and _is_shared_base(config):
         turn = None
     detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     return MemoryItem(f"{role} weights", weight_bytes, phases, detail, turn)
@@ -544,25 +546,25 @@ def _adapter_counts(
     return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
 
 
-def _is_base(config: RunConfig) -> bool:
-    """Return whether another role's turn also needs the actor's weights, as the base of that role."""
+def _is_shared_base(config: RunConfig) -> bool:
+    """Return whether another role computes with the actor's weights as its base weights."""
     return any(
         is_initial_actor(config, path) or shares_actor_base(config, path) for path in role_sections(config)
     )
 
 
-def _with_base(
+def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the weights of a role with adapters: only ``adapter_bytes`` if it shares the actor's base."""
+    """Return the item for the weights of a role with adapters: only the adapters if it shares the base."""
     reason = own_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"
         return replace(weights, bytes=adapter_bytes, how=detail)
-    return replace(weights, how=f"{trained_count} and the head, and a base of its own: {reason}")
+    return replace(weights, how=f"{trained_count} and the head, and a separate base: {reason}")
 
 
-def _forward(
+def _forward_items(
     role: str,
     item_name: Callable[[str], str],
     scoring: TrainingMemory,
@@ -575,13 +577,15 @@ def _forward(
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
+
+    # Only the last pipeline stage computes logits.
     if scoring.logits:
         detail = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
         items.append(MemoryItem(item_name("logits chunk"), int(scoring.logits), phases, detail, role))
     return items
 
 
-def _frozen(
+def _frozen_role_items(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
     """Return the memory items of a frozen role: weights, and the activations of a forward pass."""
@@ -590,7 +594,7 @@ def _frozen(
         shape = shape.with_scalar_head()
 
     layers = _layer_kind(config, shape, "none")
-    stages = _stages(config, layout, shape)
+    stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, layers, tokens)
@@ -604,25 +608,25 @@ def _frozen(
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
     # An item of 0 bytes, so that the table shows why the role needs no memory.
     if is_initial_actor(config, path):
-        weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
+        weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")
 
     def item_name(item: str) -> str:
         return f"{role} {item}"
 
     tokens_per_rank = f"{tokens // layout.context} tokens"
-    forward = _forward(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
+    forward = _forward_items(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
     return [weights, *forward]
 
 
-def _sync_connections(
+def _sync_connections_item(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
 ) -> MemoryItem:
-    """Return NCCL's buffers for the messages of a weight sync, which stay once ranks are connected."""
+    """Return NCCL's buffers for the messages of a weight sync, which remain after ranks have connected."""
     layout = layouts["rollout"]
     actor = layouts["actor"]
-    near = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
-    size = near * NVLINK_PEER_BYTES
-    detail = f"at most {near} ranks of the node x {NVLINK_PEER_BYTES >> 20} MiB"
+    node_peers = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
+    size = node_peers * NVLINK_PEER_BYTES
+    detail = f"at most {node_peers} ranks of the node x {NVLINK_PEER_BYTES >> 20} MiB"
     if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:
         size += NETWORK_PEERS_BYTES
         detail += f", {NETWORK_PEERS_BYTES >> 20} MiB for all others"
@@ -639,10 +643,10 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     return min(rows, max(limit, batch.samples))
 
 
-def _rollout(
+def _engine_items(
     config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
 ) -> list[MemoryItem]:
-    """Return the memory items of an in-process engine that is not asleep in the phases ``awake``."""
+    """Return the memory items of an in-process engine, whose weights are resident in the phases ``awake``."""
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
@@ -651,20 +655,20 @@ def _rollout(
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
     rows = episodes_in_flight(config, batch)
-    bytes_per_row = int(state_bytes_per_row(shape, layout.tensor, size))
+    bytes_per_row = int(shape.state_bytes_per_row(layout.tensor, size))
     cache = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if bytes_per_row:
         detail += f"; {bytes_per_row} B a row for the states of delta nets"
     if config.gpu_memory_gib is not None:
         # vLLM's cache fills its fraction of the memory, of which the rows may need only a part.
-        room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
-        if room < cache:
-            cache = room
-            tokens = room // max(1, bytes_per_token)
-            detail = f"what memory_fraction leaves; holds {tokens:,} tokens at once"
+        cache_limit = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
+        if cache_limit < cache:
+            cache = cache_limit
+            tokens = cache_limit // max(1, bytes_per_token)
+            detail = f"memory_fraction without the weights; has room for {tokens:,} tokens"
     return [
         MemoryItem("rollout weights", weights, awake, f"{parameters / 1e6:,.1f}M parameters x {size} B"),
         MemoryItem("key-value cache", cache, awake, detail),
-        MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
+        MemoryItem("sync staging", staging, ("generate",), "at most, during a weight sync"),
     ]

@@ -28,10 +28,10 @@ META = "meta.json"
 ANY = "any"
 SAME = "same"
 
-# Parallel sizes that the shards of an optimizer depend on.
+# Parallel sizes on which the shards of an optimizer depend.
 _SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
-# Property of a role, other than its model, that its saved state depends on -> fix for a different value.
+# Property of a role on which its saved state depends, besides its model -> fix for a different value.
 _BUILD_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
@@ -64,9 +64,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Return the paths with a checkpoint's name in a folder, complete or damaged, oldest first.
+    """Return the paths ``step_N`` in a folder, complete or damaged, oldest first.
 
-    They include ``step_N.old``, a checkpoint whose replacement was killed between its two renames.
+    They include ``step_N.old`` if the process that replaced ``step_N`` was killed between its two renames.
     """
     if not folder.is_dir():
         return []
@@ -90,7 +90,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None."""
+    """Return the newest complete checkpoint in a folder, or None if it has no complete one."""
     complete = checkpoints(folder)
     return complete[-1] if complete else None
 
@@ -116,7 +116,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     on one rank, while no save is in progress.
     """
     folder = saved.parent
-    doomed = remove_interrupted_saves(folder)
+    deleted = remove_interrupted_saves(folder)
 
     complete = checkpoints(folder)
     complete = complete[: complete.index(saved) + 1]
@@ -124,26 +124,30 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     for path in complete[: max(len(complete) - max(keep, 1), 0)]:
         if path in best_paths:
             continue
-        doomed.append(path)
+        deleted.append(path)
         # Rename first: an interrupted deletion must not leave an incomplete checkpoint under a valid name.
         remove(path.rename(path.with_name(path.name + DOOMED)))
-    return doomed
+    return deleted
 
 
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
     """Return the properties that identify a model, as plain JSON values: its family and every size.
 
-    The maximum number of positions is not one of them, since the same weights work with another value.
+    The maximum number of positions is left out, since the same weights work with another value.
     """
     # Convert through JSON, since the saved identity has lists where the shape has tuples.
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
+    # Most models have no blocks beyond their sizes, and earlier versions saved no such entry.
+    del sizes["blocks"]
+    if model.shape.blocks:
+        sizes["blocks"] = [repr(block) for block in model.shape.blocks]
     return {"model_type": model.family.model_type, **json.loads(json.dumps(sizes))}
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's meta.json; raise UserError if it is missing, broken or of another format."""
+    """Return a checkpoint's meta.json; raise UserError if it is missing, damaged or in a different format."""
     path = Path(directory) / META
     fix = "name a folder such as runs/NAME/checkpoints/step_50 that a finished save has left"
     try:
@@ -236,7 +240,7 @@ def require_layout(
     if readable:
         fix += f"; or resume from {readable[-1]}, which any layout reads"
     raise UserError(
-        "the checkpoint holds the optimizer in the shards of another layout",
+        "the checkpoint has the optimizer in the shards of another layout",
         where=f"{directory} ({name})",
         expected=", ".join(f"{size} {layout[size]}" for size in _SHARD_SIZES),
         got=", ".join(f"{size} {saved[size]}" for size in _SHARD_SIZES),
@@ -304,14 +308,14 @@ def check_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a folder belongs to another model; ``saved`` is the folder's `model_identity`."""
+    """Raise UserError if a folder was saved for another model; ``saved`` is the saved `model_identity`."""
     identity = model_identity(model)
     differing = [name for name in identity if name in saved and saved[name] != identity[name]]
     if not differing:
         return
 
     raise UserError(
-        "the checkpoint is of another model",
+        "the checkpoint was saved for another model",
         where=str(directory),
         expected=", ".join(f"{name} = {_value_text(identity[name])}" for name in differing),
         got=", ".join(f"{name} = {_value_text(saved[name])}" for name in differing),
@@ -320,4 +324,5 @@ def check_same_model(
 
 
 def _value_text(value: Any) -> str:
+    """Return a property of a model as text, the items of a list separated by commas."""
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -23,7 +23,7 @@ from megatron_rl.config.placement import (
     with_best_rank_order,
     with_ranks,
 )
-from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
+from megatron_rl.config.roles import MODEL_ROLES, NUMBER, TEACHER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, CheckpointConfig, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.response_limits import largest_limit
@@ -48,7 +48,7 @@ CARRIED_STEPS = 2
 # Largest derived token budget of a micro-batch, unless one row is longer.
 MICROBATCH_TOKENS = 16384
 
-# Parameters of a model from which on a job of several nodes saves its optimizer in shards.
+# Smallest number of parameters for which a job on several nodes saves its optimizer in shards.
 _SHARDED_PARAMETERS = 1_000_000_000
 
 # torchrun's limit on the time between the signal that stops a job and the kill of its ranks, in seconds.
@@ -84,7 +84,7 @@ class BatchPlan:
     rows: int
     """Rows that the step trains on: prompts x samples."""
     prompts_in_flight: int
-    """Prompts in flight on all replicas, over-sampled ones included."""
+    """Prompts in flight on all replicas, including over-sampled ones."""
     optimizer_steps: int
     """Mini-batches of the step."""
     epochs: int
@@ -142,7 +142,7 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that the parallel sizes of every role divide."""
+    """Return the smallest number of processes that is divisible by the parallel sizes of every role."""
     sizes = []
 
     # Ranks count from 0, so an explicit rank r needs a world of r + 1.
@@ -166,7 +166,7 @@ def smallest_world(config: RunConfig) -> int:
     if not sizes:
         return max(1, world)
 
-    # Sizes of 0 are reported elsewhere. Placements with separate halves need the sizes in each half.
+    # Other rules report sizes of 0. Placements with separate halves need the sizes in each half.
     unit = math.lcm(*(max(1, size) for size in sizes))
     if config.placement in HALF_PRESETS:
         unit *= 2
@@ -190,7 +190,7 @@ def longest_row(config: RunConfig) -> int:
 
 
 def longest_trained_row(config: RunConfig) -> int:
-    """Return the largest number of tokens of a row in all phases of the job that train."""
+    """Return the largest number of tokens of a row that the job trains on, in any of its stages."""
     limits = [plan.settings.max_row_tokens or longest_row(config) for plan in stage_plans(config)]
     if config.job == TRAIN or not limits:
         limits.append(longest_row(config))
@@ -224,7 +224,7 @@ def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBo
     # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    # Assume all rows at their limits, since the budget must hold for every step.
+    # Assume all rows at their limits, since the budget is for every step.
     share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
     return MicroBatchBounds(row_tokens, share, microbatches)
 
@@ -242,7 +242,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
         return budget, f"{bounds.microbatches} micro-batches keep {layout.pipeline} pipeline stages busy"
     if budget == share:
         return budget, "a mini-batch fits in one micro-batch"
-    return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
+    return budget, f"at most {MICROBATCH_TOKENS} tokens, and never less than the longest row"
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
@@ -285,7 +285,10 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
     """Add a default section for each role that ``algorithm`` needs and ``config`` does not have."""
     for spec in MODEL_ROLES:
-        if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
+        if spec.need is None or spec.named or not spec.needed(algorithm) or spec.sections(config):
+            continue
+        # Teachers of tasks may have all tasks among them, and a server has the others.
+        if spec is TEACHER and (config.teachers or config.teacher_server is not None):
             continue
 
         reasons[f"{spec.section}.path"] = spec.need.reason.format(name=config.algorithm.name)
@@ -296,10 +299,11 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> Resolved:
-    """Fill in every unset value of a configuration that is derived.
+    """Fill in every unset value of a configuration, with a reason for each.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
-    ``shape`` is the shape of the actor's model, which decides the best order of the rollout's ranks.
+    ``shape`` is the shape of the actor's model, which determines the best order of the rollout's ranks; None
+    if it is not available.
     """
     reasons: dict[str, str] = {}
     if config.world_size is None:
@@ -330,13 +334,13 @@ def resolve(
         config,
         world_size=world_size,
         model=model,
-        sft=_stage(config.sft, "sft", config, reasons),
-        preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
+        sft=_fill_stage(config.sft, "sft", config, reasons),
+        preference=_fill_preference(_fill_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
-        checkpoint=_checkpoint(config, world_size, shape, reasons),
-        mismatch=_mismatch(config.mismatch, model.dtype, reasons),
-        rollout=_rollout(config.rollout, reasons),
-        asynchrony=_asynchrony(config, reasons),
+        checkpoint=_fill_checkpoint(config, world_size, shape, reasons),
+        mismatch=_fill_mismatch(config.mismatch, model.dtype, reasons),
+        rollout=_fill_rollout(config.rollout, reasons),
+        asynchrony=_fill_asynchrony(config, reasons),
     )
     return Resolved(resolved, reasons)
 
@@ -402,17 +406,19 @@ def _with_placement(
             explicit = layout
         elif explicit.ranks is None:
             reasons[f"{path}.ranks"] = reason
-        return replace(section, layout=_layout(explicit, layout, path, reasons))
+        return replace(section, layout=_fill_layout(explicit, layout, path, reasons))
 
     return with_role_sections(config, fill)
 
 
-def _layout(explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
+def _fill_layout(
+    explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
+) -> LayoutConfig:
     """Fill in the unset sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
     derived = role_layout(layout, path)
     # The reason of a layout that is derived as a whole also applies to its sizes.
     if path not in reasons and explicit.expert_tensor is None:
-        reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
+        reasons[f"{path}.expert_tensor"] = "by default each expert is on one rank"
     if path not in reasons and explicit.sequence_parallel is None:
         state = "on" if layout.tensor > 1 else "off"
         reasons[f"{path}.sequence_parallel"] = f"{state}: tensor is {layout.tensor}"
@@ -428,19 +434,20 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
     def fill(path: str, section: Any) -> Any:
         if isinstance(section, RewardModelConfig):
-            training = _stage(section.training, f"{path}.training", config, reasons)
+            training = _fill_stage(section.training, f"{path}.training", config, reasons)
             return replace(section, training=training)
         if not spec_at(path).trains:
             return section
-        return replace(section, optimizer=_optimizer(section.optimizer, f"{path}.optimizer", reasons))
+        return replace(section, optimizer=_fill_optimizer(section.optimizer, f"{path}.optimizer", reasons))
 
     return with_role_sections(config, fill)
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Reduce gradients after the backward pass where ranks can then repeat a pass that ran out of memory.
+    """Set roles to reduce gradients after the backward pass if ranks can then repeat a failed pass.
 
-    Only for a run with a memory target, whose micro-batches are as large as they can be.
+    Only for a run with a memory target: its micro-batches are as large as possible, so that a pass may run
+    out of memory and has to be repeated with smaller ones.
     """
     if config.batch.memory_target is None:
         return config
@@ -459,7 +466,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
     return with_role_sections(config, fill)
 
 
-def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
+def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
     """Fill in the values of a stage that default to the run's; None stays None."""
     if settings is None:
         return None
@@ -470,10 +477,11 @@ def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str])
     if settings.max_row_tokens is None:
         reasons[f"{path}.max_row_tokens"] = "data.max_prompt_tokens + rollout.max_response_tokens"
         settings = replace(settings, max_row_tokens=longest_row(config))
-    return replace(settings, optimizer=_optimizer(settings.optimizer, f"{path}.optimizer", reasons))
+    return replace(settings, optimizer=_fill_optimizer(settings.optimizer, f"{path}.optimizer", reasons))
 
 
-def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
+def _fill_optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
+    """Fill in the default of ``minimum_learning_rate`` for the optimizer at ``path``."""
     if optimizer.minimum_learning_rate is not None:
         return optimizer
     reasons[f"{path}.minimum_learning_rate"] = "equal to learning_rate"
@@ -505,7 +513,7 @@ def default_attention() -> tuple[str, str]:
     return "torch", "Transformer Engine is not installed"
 
 
-def _checkpoint(
+def _fill_checkpoint(
     config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
 ) -> CheckpointConfig:
     """Fill in the layout of saved optimizers, and the time limit of a stop."""
@@ -530,8 +538,8 @@ def _checkpoint(
     return checkpoint
 
 
-def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
-    """Fill in the default beta of the preference loss, which is that of its paper."""
+def _fill_preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
+    """Fill in the default beta of the preference loss: the value from the paper of the loss."""
     if preference is None or preference.beta is not None:
         return preference
     if preference.loss == "simpo":
@@ -546,7 +554,7 @@ def default_mismatch(dtype: str) -> tuple[float, float, str]:
     return MISMATCH.get(dtype, MISMATCH["bfloat16"])
 
 
-def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
+def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
     """Fill in the default thresholds of a dtype, with ``warn`` at most ``stop``."""
     warn, stop, reason = default_mismatch(dtype)
     if mismatch.warn is None:
@@ -562,7 +570,7 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
     return mismatch
 
 
-def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
+def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
     """Fill in the length of a generation round with over-sampling, in tokens."""
     if rollout.round_tokens is not None:
         return rollout
@@ -571,14 +579,14 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
 
 
 def versions_between(config: RunConfig) -> int:
-    """Return how many versions the rollout lags behind the actor just before a sync; see ``every``."""
+    """Return the largest number of versions by which the rollout's weights are older than the actor's."""
     every = config.hybrid_engine.every
-    # Without any further sync, by all versions before that of the last step.
+    # Without further syncs (``every`` is 0) the last step lags by all earlier versions.
     last = max(0, config.steps - 1)
     return min(every - 1, last) if every else last
 
 
-def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
+def _fill_asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
     """Fill in ``max_staleness``, the largest age of a trained token in updates of the policy."""
     asynchrony = config.asynchrony
     if asynchrony.max_staleness is not None:

@@ -36,7 +36,7 @@ class EngineCapabilities:
     """`Completion.experts` lists the experts that each token was routed to."""
 
     adapter_sync: bool = False
-    """Adapters have storage of their own, separate from the weights that they adapt."""
+    """Adapters are stored separately from the weights that they adapt."""
 
     keeps_cache: bool = False
     """Interrupted requests can keep their key-value cache while weights are updated."""
@@ -45,7 +45,7 @@ class EngineCapabilities:
     """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
 
     token_history: bool = False
-    """Logits are changed by all earlier tokens of a sequence (`SamplingParameters.no_repeat_ngram_size`)."""
+    """Rules on logits can depend on all earlier tokens of a sequence, as `no_repeat_ngram_size` does."""
 
     host_head_sizes: tuple[int, ...] = ()
     """Supported sizes of an attention head on a host without accelerator, empty for any."""
@@ -57,7 +57,7 @@ class EngineCapabilities:
     """Divisor of the widths of experts with biases on such a host, 0 for any width."""
 
     host_delta_nets: bool = True
-    """Gated delta nets compute with the weights of a sync on such a host."""
+    """On such a host, gated delta nets use the weights that a sync has written."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class EngineSpec:
 
     start_command: str | None = None
     """``module:function`` that returns the lines of the command that starts a server for a configuration;
-    None: `check` prints none."""
+    None if `check` prints no command."""
 
     health_path: str | None = None
-    """URL path that every server of this kind answers with status 200; None: any response is healthy."""
+    """URL path at which a healthy server responds with status 200; None if any response is healthy."""
 
 
 # Engines by their name in `rollout.engine`.
@@ -98,13 +98,13 @@ ENGINES: dict[str, EngineSpec] = {
             keeps_cache=True,
             stop_texts=True,
             token_history=True,
-            # vLLM's attention on a CPU has kernels for these sizes alone.
+            # vLLM's attention on a CPU has kernels only for these sizes.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
             # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
             host_expert_rows=32,
-            # vLLM 0.32 takes bfloat16 alone (mamba/ops/cpu/gdn_attention.py), and its kernel a packed copy of
-            # the convolution's weights, which a sync does not reach.
+            # In vLLM 0.32 (mamba/ops/cpu/gdn_attention.py) the kernel accepts only bfloat16, and reads a
+            # packed copy of the convolution's weights, which a sync does not update.
             host_delta_nets=False,
         ),
     ),
@@ -125,8 +125,8 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 # Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
-# capability that is part of the engine interface is assumed. Stop texts and rules that read
-# earlier tokens are not: an engine that does not know them would sample from other distributions.
+# capability that is part of the engine interface is assumed. Stop texts and rules that depend on earlier
+# tokens are not: an engine that does not implement them would sample from other distributions.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 
@@ -142,7 +142,7 @@ def engine_capabilities(engine: str) -> EngineCapabilities:
 
 
 def engines_with(**required: bool) -> str:
-    """Return the settings that choose an engine with the ``required`` capabilities, for an error's text.
+    """Return the settings that choose an engine with the ``required`` capabilities, as text for errors.
 
     Example:
         >>> engines_with(routing_replay=True), engines_with(in_process=False)

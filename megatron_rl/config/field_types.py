@@ -52,7 +52,7 @@ def section_class(hint: Any) -> type | None:
 
 
 def entry_class(hint: Any) -> type | None:
-    """Return the dataclass of the values of a ``dict[str, dataclass]``; None for another type."""
+    """Return the dataclass of the values of a ``dict[str, dataclass]``, or None for any other type."""
     if typing.get_origin(hint) is dict:
         return section_class(typing.get_args(hint)[1])
     return None
@@ -170,6 +170,7 @@ def type_text(hint: Any) -> str:
 
 
 def _option_text(option: Any) -> str:
+    """Return one member of a union as text."""
     simple = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if option in simple:
         return simple[option]
@@ -212,6 +213,7 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
 
 
 def _reads_as_number(text: str) -> bool:
+    """Return whether a text is a finite number in Python's syntax."""
     try:
         return math.isfinite(float(text))
     except ValueError:
@@ -219,7 +221,7 @@ def _reads_as_number(text: str) -> bool:
 
 
 def parse_ranges(text: str) -> tuple[int, ...] | None:
-    """Return the ranks of a text such as ``0-3,8``; None for a text of another form.
+    """Return the ranks of a text such as ``0-3,8``, or None for any other text.
 
     Example:
         >>> parse_ranges("0-3,8")

@@ -1,4 +1,4 @@
-"""Table of the health rules: what each measures, its band, and what to look at and to change when it fires.
+"""Table of the health rules: the measure and band of each, and what to inspect and change when it fires.
 
 The one idea: a rule is one row of data. The run, the report, `check` and docs/health.md read the same rows.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.health import WARN
 
-# What a rule compares with its band.
+# Measures that a rule can compare with its band.
 VALUE = "the value"
 FRESH = "the value, in steps without tokens of older weights"
 SUM = "the sum of the values"
@@ -21,11 +21,11 @@ TO_MEDIAN = "the value divided by the median of the last 100 measurements before
 FALL = "the accuracy lost since its best, if the mean reward has risen since"
 
 REFERENCE = 10
-"""Measurements before `TO_START` and `TO_MEDIAN` have a reference."""
+"""Number of measurements after which `TO_START` and `TO_MEDIAN` have a median to divide by."""
 MEDIAN_WINDOW = 100
-"""Measurements of the reference of `TO_MEDIAN`."""
+"""Number of latest measurements in the median of `TO_MEDIAN`."""
 
-# Which of the step's samples show the problem.
+# Samples of a step that show the problem of a rule.
 HIGHEST_REWARD = "those with the highest reward"
 LOWEST_EVALUATION = "answers of the evaluation set with the lowest reward"
 LONGEST = "the longest"
@@ -33,7 +33,7 @@ TRUNCATED = "those with `finish` length"
 EQUAL_GROUPS = "those of prompts with equal rewards"
 FAILED = "those with a failed reward"
 FILTERED = "those that a filter removed"
-NO_SAMPLES = "none: look at the times"
+NO_SAMPLES = "none: compare the times"
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,27 @@ class HealthRule:
     name: str
     """Name below `health.rules`, and of the metric ``health/NAME``."""
     meaning: str
-    """What a firing rule means, as a clause of a warning."""
+    """Meaning of the firing rule, as a clause of a warning."""
     metrics: tuple[str, ...]
     """Metrics that it reads; ``*`` stands for any part of a name."""
     usual: str = ""
     """Values of healthy runs, as text."""
     above: float | None = None
-    """Value above which a measurement is outside the band, None for no limit."""
+    """Value above which a measurement is outside the band, or None for no limit."""
     below: float | None = None
-    """Value below which a measurement is outside the band, None for no limit."""
+    """Value below which a measurement is outside the band, or None for no limit."""
     steps: int = 5
-    """Consecutive measurements outside the band that start the rule, and inside that end it."""
+    """Number of consecutive measurements outside the band until the rule fires, and inside until it ends."""
     measure: str = VALUE
-    """What is compared with the band: one of the constants of this module."""
+    """Measure that is compared with the band, a constant such as `VALUE`."""
     causes: str = ""
     """Likely causes, as text."""
     samples: str = HIGHEST_REWARD
-    """Samples that show the problem: one of the constants of this module."""
+    """Samples that show the problem, a constant such as `HIGHEST_REWARD`."""
     change: str = ""
-    """Settings to change."""
+    """Settings to change, as text."""
     act: str = WARN
-    """What happens when the rule begins to fire: ``warn`` or ``stop``."""
+    """Action when the rule begins to fire: ``warn`` or ``stop``."""
 
     def is_outside(self, value: float) -> bool:
         """Return whether a measurement is outside the band, as NaN always is."""
@@ -95,12 +95,12 @@ RULES: tuple[HealthRule, ...] = (
         usual="0.01 to 0.1",
         above=0.1,
         steps=3,
-        causes="a learning rate that is too high, no penalty, or a reward that has been outwitted",
+        causes="a learning rate that is too high, no penalty, or a reward that the policy exploits",
         change="`actor.optimizer.learning_rate`, `algorithm.kl.coef`",
     ),
     HealthRule(
         "entropy",
-        "the policy has nearly stopped to explore",
+        "the policy has nearly stopped exploring",
         ("policy/entropy",),
         usual="0.3 to 1.5",
         below=0.1,
@@ -111,7 +111,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "clipping",
-        "the loss ignores much of what was sampled",
+        "the loss clips a large share of the tokens",
         ("policy/clip_fraction",),
         usual="0 to 0.2",
         above=0.3,
@@ -121,11 +121,11 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "equal_groups",
-        "nearly no group teaches anything",
+        "nearly no group has a gradient",
         ("group/zero_std_fraction",),
         usual="0 to 0.8",
         above=0.95,
-        causes="a task that is too hard or too easy, or a reward that does not tell responses apart",
+        causes="a task that is too hard or too easy, or a reward that does not distinguish responses",
         samples=EQUAL_GROUPS,
         change="`algorithm.dynamic_sampling`, `data.train`, `batch.samples_per_prompt`",
     ),
@@ -135,7 +135,7 @@ RULES: tuple[HealthRule, ...] = (
         ("reward/std",),
         usual="0.1 or more",
         below=0.01,
-        causes="a reward function that returns one value, or the reward of another scale than its bands",
+        causes="a reward function that returns one value, or rewards of a scale that the band does not fit",
         change="`reward.function`, `reward.weight`",
     ),
     HealthRule(
@@ -146,7 +146,7 @@ RULES: tuple[HealthRule, ...] = (
         above=0.1,
         steps=2,
         measure=FALL,
-        causes="a reward that has been outwitted, too many passes over few prompts, or other data held out",
+        causes="a reward that the policy exploits, too many passes over few prompts, or other data held out",
         samples=LOWEST_EVALUATION,
         change="`reward.function`, `data.train`, `algorithm.kl`, `evaluation.patience`",
     ),
@@ -175,7 +175,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "filtered",
-        "filters remove much of what was sampled",
+        "filters remove a large share of the responses",
         ("filtered/*",),
         usual="0 to 0.2",
         above=0.5,
@@ -210,7 +210,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "staleness",
-        "tokens are old when they are learned from",
+        "tokens are old when they are trained on",
         ("staleness/mean",),
         usual="0 to 2",
         above=8.0,
@@ -256,7 +256,7 @@ def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
     for name in dict.fromkeys([*RULE_OF, *changes]):
         rule = RULE_OF.get(name)
         if name == "mismatch" and rule is not None:
-            # One threshold for the rule and the stop, which depends on the dtype.
+            # The band is the threshold `mismatch.warn`, whose default depends on the dtype.
             rule = replace(rule, above=config.mismatch.warn)
 
         change = changes.get(name)

@@ -1,8 +1,8 @@
 """Models and data sets on the Hugging Face Hub, named ``hf://`` as huggingface_hub's own file system does.
 
 The one idea: a name is replaced by the path of its copy in the Hub's cache when a configuration is loaded, so
-that everything behind it reads local files alone. The first use pins the revision: later uses on this machine
-take the same copy without a request.
+that all later code reads only local files. The first use pins the revision: later uses on this machine read
+the same copy without a request to the Hub.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HubCopy:
 
     @property
     def name(self) -> str:
-        """The name of the repository in a configuration."""
+        """Return the name of the repository as a configuration writes it."""
         name = PREFIX
         if self.kind == "dataset":
             name += "datasets/"
@@ -60,15 +60,15 @@ class HubCopy:
 
     @property
     def command(self) -> str:
-        """The command that downloads the copy."""
-        words = ["hf download", self.repo]
+        """Return the command that downloads the copy."""
+        arguments = ["hf download", self.repo]
         if self.kind == "dataset":
-            words.append("--repo-type dataset")
+            arguments.append("--repo-type dataset")
         if self.revision is not None:
-            words.append(f"--revision {self.revision}")
+            arguments.append(f"--revision {self.revision}")
         if self.files is not None:
-            words.append(f'--include "{self.files}"')
-        return " ".join(words)
+            arguments.append(f'--include "{self.files}"')
+        return " ".join(arguments)
 
     def path(self, snapshot: Path) -> Path:
         """Return the path that a configuration names, below the folder of a revision."""
@@ -78,14 +78,14 @@ class HubCopy:
 
 
 def parse_name(name: str) -> HubCopy | None:
-    """Parse a ``hf://`` name; None if it is malformed."""
+    """Parse a ``hf://`` name; return None if it is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     kind = "model"
     if match["data"]:
         kind = "dataset"
-    # A model is read whole, of a data set the named files.
+    # A model is downloaded as a whole, so only the name of a data set has a path, and must have one.
     if (kind == "dataset") != bool(match["path"]):
         return None
     return HubCopy(match["repo"], kind, match["revision"], match["path"])
@@ -94,9 +94,9 @@ def parse_name(name: str) -> HubCopy | None:
 def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
-    The files of data sets and the small files of models are always downloaded, ``weights`` only if they are
-    asked for. Return the copies that are not complete on this machine, by their directories; without a
-    network such a directory does not exist. A malformed name is appended to ``errors``.
+    The files of data sets and the small files of models are always downloaded, the weights of models only
+    with ``weights``. Return directory -> copy for the copies that are not complete on this machine; without a
+    network such a directory does not exist. Errors of malformed names are appended to ``errors``.
     """
     incomplete: dict[str, HubCopy] = {}
     for key, leaf in list(tree.leaves()):
@@ -112,17 +112,23 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
             copy = None
             if _is_name(name):
                 copy = parse_name(name)
+
                 if copy is None:
                     errors.append(
-                        UserError("the name on the Hub is malformed", where=key, expected=_EXPECTED, got=name)
+                        UserError(
+                            "the Hugging Face Hub name is malformed",
+                            where=key,
+                            expected=_EXPECTED,
+                            got=name,
+                        )
                     )
             if copy is not None:
                 value = str(_local_path(copy, weights, incomplete))
             values.append(value)
 
         # The origin keeps the names, which the values no longer show.
-        written = ", ".join(str(name) for name in names)
-        leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {written}")
+        names_text = ", ".join(str(name) for name in names)
+        leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {names_text}")
         if isinstance(leaf.value, list):
             leaf.value = values
         else:
@@ -131,11 +137,12 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
 
 
 def _is_name(value: Any) -> bool:
+    """Return whether a value is a name on the Hugging Face Hub, valid or malformed."""
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
 def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
-    """Return the path of a copy, downloaded if necessary; note it in ``incomplete`` if it is not complete."""
+    """Return the path of a copy, downloaded if necessary; add it to ``incomplete`` if files are missing."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -143,7 +150,7 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
     try:
         snapshot = _snapshot(copy, cache, weights)
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        # The last folder has the model's name, by which shipped configurations of models are found.
+        # The last folder is the model's name, so that a config.json shipped under this name is found.
         snapshot = cache / "not-downloaded" / copy.repo.split("/")[1]
         incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
         return copy.path(snapshot)
@@ -161,15 +168,17 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    # A digest, since names that differ in a separator alone would be the same file name without separators.
+    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
+    # equal.
     pin = pins / hashlib.sha256(name.encode()).hexdigest()
 
-    # The ranks of a node load the configuration at once: one asks the Hub, the others find its copy.
+    # All ranks of a node load the configuration at the same time: the first one downloads, and the others
+    # wait for the lock and then find its copy.
     with FileLock(pin.with_suffix(".lock")):
         revision = copy.revision
         if pin.is_file():
             snapshot = Path(pin.read_text(encoding="utf-8"))
-            # Weights are those of the revision whose small files were downloaded before.
+            # Download weights of the same revision as the small files.
             revision = snapshot.name
             if snapshot.is_dir() and (not weights or copy.kind == "dataset" or has_weights(snapshot)):
                 return snapshot
@@ -200,6 +209,6 @@ def has_weights(snapshot: Path) -> bool:
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        # `check` reads the index again, and reports what is wrong with it.
+        # `check` reads the index again, and reports its errors.
         return True
     return all((snapshot / file).is_file() for file in files)

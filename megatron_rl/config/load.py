@@ -16,7 +16,7 @@ from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.hub import HubCopy, resolve_names
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.config.sampling_profiles import name_profiles
+from megatron_rl.config.sampling_profiles import resolve_profile_names
 from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, iter_settings, key_path
 from megatron_rl.config.source import (
@@ -41,7 +41,7 @@ class LoadedConfig:
     """
 
     config: RunConfig | None
-    """Typed configuration; None where a file could not be read."""
+    """Typed configuration; None if a file could not be read."""
     path: Path | None
     """File that was loaded; None for text."""
     origins: Mapping[str, Origin]
@@ -74,7 +74,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), weights: bool = False)
     tree, files = read_with_base(Path(path), errors)
     if tree is None:
         return LoadedConfig(None, Path(path), {}, tuple(errors), files=files)
-    return replace(_finish(tree, Path(path), overrides, errors, weights), files=files)
+    return replace(_parse_loaded_tree(tree, Path(path), overrides, errors, weights), files=files)
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
@@ -83,7 +83,7 @@ def load_text(text: str, overrides: Iterable[str] = (), name: str = "configurati
     tree = read_tree(text, name, errors)
     if errors and not tree.children:
         return LoadedConfig(None, None, {}, tuple(errors))
-    return _finish(tree, None, overrides, errors)
+    return _parse_loaded_tree(tree, None, overrides, errors)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -91,7 +91,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return load(path, overrides).valid()
 
 
-def _finish(
+def _parse_loaded_tree(
     tree: Section,
     path: Path | None,
     overrides: Iterable[str],
@@ -105,7 +105,7 @@ def _finish(
     # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
-    name_profiles(tree, errors)
+    resolve_profile_names(tree, errors)
     config, parse = parse_tree(tree, errors)
     return LoadedConfig(
         config,
@@ -163,7 +163,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 
 # Keys that do not affect the numerical results of a run: output paths, retention and timeouts.
-_WITHOUT_NUMBERS = ("run_dir", "checkpoint.", "rank_timeout")
+_RESULT_INDEPENDENT = ("run_dir", "checkpoint.", "rank_timeout")
 
 # Prefixes of the keys that decide which prompts are in a step.
 _PROMPT_ORDER = (
@@ -182,24 +182,27 @@ def changes(saved: str, config: RunConfig) -> list[str]:
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
 
-    before = flatten(loaded.config)
+    saved_values = flatten(loaded.config)
     # A dump hides secrets, so hide them here too before the comparison.
-    now = flatten(without_secrets(config))
+    values = flatten(without_secrets(config))
     lines = []
-    for name in sorted({*before, *now}):
-        if before.get(name) == now.get(name) or name.startswith(_WITHOUT_NUMBERS):
+    for name in sorted({*saved_values, *values}):
+        saved_value = saved_values.get(name)
+        value = values.get(name)
+        if saved_value == value or name.startswith(_RESULT_INDEPENDENT):
             continue
         # Configurations of earlier versions leave pieces to the algorithm's name, which is compared itself.
-        if name.startswith("algorithm.") and before.get(name) is None:
+        if name.startswith("algorithm.") and saved_value is None:
             continue
-        line = f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
+        line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
         if name.startswith(_PROMPT_ORDER):
-            line += ": the prompts do not come as they would have"
+            line += ": the order of the prompts changes"
         lines.append(line)
     return lines
 
 
 def _entries(section: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of a section, or of a mapping of sections."""
     if isinstance(section, dict):
         return list(section.items())
     return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]

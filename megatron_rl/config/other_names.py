@@ -6,7 +6,8 @@ inverts that mapping. A name includes as many of its sections as make it unique,
 
 `note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
 the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
-A user's own class and a piece of an algorithm have no other sections: there the guess is made at once.
+A user's own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a
+name.
 """
 
 from __future__ import annotations
@@ -37,25 +38,26 @@ RENAMED: Mapping[str, str] = {
 # Reason why there is no counterpart, as an error prints it -> names of other projects.
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
-    "what the prompt has is banned by rollout.no_repeat_ngram_size, too": "encoder_no_repeat_ngram_size",
-    "it scores beams, and responses are sampled": "length_penalty",
+    "rollout.no_repeat_ngram_size also bans n-grams of the prompt": "encoder_no_repeat_ngram_size",
+    "it is for beam search, and responses are sampled": "length_penalty",
     (
         "top_p, top_k and min_p of `rollout` are the same in every step; rollout.temperature may change over "
         "steps, and rollout.sampling_profiles sets all of them per task"
     ): """
         top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
-    "the learner takes the tokens themselves, special ones included": """
+    "training uses the sampled token ids, special tokens included": """
         skip_special_tokens spaces_between_special_tokens detokenize""",
     "a stop text is part of the response, whose last token completes it": """
         include_stop_str_in_output""",
-    "a response ends at the model's own end or at `rollout.stop`": """
+    "a response ends at the model's own end tokens or at `rollout.stop`": """
         ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
-    "the chat template is called without arguments of its own": """
+    "data.sources.NAME.chat_template_kwargs sets the template's arguments for one source of prompts": """
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
+    "data.sources.NAME.system_prompt sets it for one source of prompts": "system_prompt",
     "the tokenizer's own chat template is used": """
-        custom_chat_template chat_template_path system_prompt""",
+        custom_chat_template chat_template_path""",
     # Features that this project does not have, or has under another subject.
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
@@ -74,11 +76,11 @@ _NO_COUNTERPART: Mapping[str, str] = {
     # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
         num_rollout_workers rollout_workers num_engines vllm_num_workers""",
-    "responses come when they are complete": """
+    "responses are returned when they are complete": """
         enable_streaming stream streaming""",
     # Backends and launchers.
     (
-        "there is no ZeRO and no FSDP: actor.layout cuts the model, and the optimizer is distributed "
+        "there is no ZeRO and no FSDP: actor.layout shards the model, and the optimizer is distributed "
         "over data-parallel ranks"
     ): """
         zero_stage deepspeed deepspeed_config fsdp fsdp_config fsdp_size reshard_after_forward strategy
@@ -94,31 +96,31 @@ _NO_COUNTERPART: Mapping[str, str] = {
         "rollout.server"
     ): """
         rollout.mode use_async_rollout async_rollout async_engine""",
-    "rollout and trainer share the ranks by turns, and the engine's memory is freed between phases": """
+    "rollout and trainer take turns on shared ranks, and the engine's memory is freed between phases": """
         free_cache_engine enable_sleep vllm_enable_sleep vllm_sleep_level vllm_enable_sleep_mode
         sleep_level""",
-    "log-probs of the rollout always come with the tokens": """
+    "the rollout always returns log-probs with the tokens": """
         calculate_log_probs get_log_probs return_logprob""",
     (
         # Checkpoints and evaluation.
-        "checkpoints hold everything that a run resumes from; `checkpoint.export` writes the Hugging "
+        "checkpoints contain everything that a run resumes from; `checkpoint.export` writes the Hugging "
         "Face model"
     ): """
         save_contents load_contents save_optimizer save_only_model save_safetensors no_save_optim
         ckpt_format default_hdfs_dir""",
-    "the command `eval` evaluates checkpoints alone": """
+    "the command `eval` only evaluates checkpoints": """
         val_only eval_only""",
     "the samples of every step are in the run's folder": """
         rollout_data_dir validation_data_dir log_completions dump_details""",
     # The user's code, rewards and data.
-    "each module of the user is imported from its path alone": """
+    "modules of yours are imported by the settings that name them": """
         external_lib""",
-    "`reward` names what judges: a function, tests, a server, a judge or models": """
+    "`reward` configures the source of rewards: a function, tests, a server, a judge or models": """
         reward_manager reward_model.enable enable_rm use_reward_model rm_type rm_hub reward_model.strategy
         launch_reward_fn_async""",
-    "the reward of every set comes in one batch, whatever its size": """
+    "all rewards of an evaluation set are computed in one batch": """
         val_batch_size per_device_eval_batch_size eval_batch_size""",
-    "code in a model's folder is not run": """
+    "code in a model's folder is never executed": """
         trust_remote_code""",
     "tools are in the field that data.tools_field names; rollout.environment runs them": """
         tool_config_path tools tool_path""",
@@ -133,9 +135,9 @@ _NO_COUNTERPART: Mapping[str, str] = {
         quantization load_in_8bit load_in_4bit quant_method fp8 use_qlora""",
     "the decay lasts until the end of the run": """
         lr_decay_steps lr_decay_iters optim.total_training_steps lr_wsd_decay_steps num_cycles""",
-    "every group is learned from, or replaced by algorithm.dynamic_sampling": """
+    "every group is trained on, or replaced by algorithm.dynamic_sampling": """
         filter_groups.metric min_reward_std dynamic_filtering_reward_range""",
-    "there is one reference policy and it does not move": """
+    "there is one reference policy, which never changes": """
         sync_ref_model ref_model_sync_steps ref_model_mixup_alpha ref_update_interval""",
 }
 NO_COUNTERPART: Mapping[str, str] = {
@@ -266,7 +268,7 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
 
 @dataclass(eq=False)
 class UnknownName(UserError):
-    """Error of a name that its section does not have.
+    """Error for a name that does not exist in its section.
 
     Example: ``actor: {optimiser: {}}`` has the key ``optimiser`` in the section ``actor`` with the value
     ``{}``.
@@ -275,11 +277,11 @@ class UnknownName(UserError):
     key: str = ""
     """The name itself."""
     section: str = ""
-    """Path of the section that it was written in, empty at the top."""
+    """Path of the section in which the name was written, empty at the top."""
     value: Any = None
-    """Its value, a mapping for a section."""
+    """Value of the name, a mapping for a section."""
     overrides: bool = False
-    """Whether it was given on the command line."""
+    """Whether the name was given on the command line."""
     below: tuple[str, ...] = ()
     """Paths of the section's own values, relative to the section."""
 

@@ -44,7 +44,7 @@ class Parse:
     """Paths whose value is a placeholder or a default because of a mistake."""
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake, and mark the value at ``path`` as a placeholder for the user's."""
+        """Record a mistake, and mark the value at ``path`` as broken: a default or placeholder is used."""
         self.note(path, node, message, **fields)
         self.broken.add(path)
 
@@ -75,26 +75,28 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
             note_unknown(key, node, path, siblings, parse)
 
     # Fields that no configuration can set are copied from the defaults.
-    values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
+    values = {
+        item.name: _field_default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)
+    }
     for name, item in items.items():
         key = key_path(path, name)
         hint = field_hints(cls)[name]
-        default = _default(item, defaults)
+        default = _field_default(item, defaults)
         node = section.children.get(name)
 
         # `null` in place of a value restores the default, unless None is a valid value of the key.
-        if default is not dataclasses.MISSING and not accepts_none(hint) and _unsets(node):
+        if default is not dataclasses.MISSING and not accepts_none(hint) and _restores_default(node):
             node = None
 
         is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
         if node is None and is_required and setting_of(item).instead not in section.children:
             node = _missing_value(item, hint, key, path, parse)
-        values[name] = _value(hint, node, default, key, parse, setting_of(item).number_means)
+        values[name] = _typed_value(hint, node, default, key, parse, setting_of(item).number_means)
     return cls(**values)
 
 
 def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
-    """Return an empty section for a required section; for a required value record its absence."""
+    """Return an empty section for a required section; for a required value, record an error, return None."""
     if section_class(hint) is not None and key not in parse.broken:
         # An empty section makes the errors name each of its required keys.
         return Section()
@@ -144,12 +146,12 @@ def _with_rest(items: dict[str, dataclasses.Field], section: Section) -> Section
     return Section(children, section.origin)
 
 
-def _unsets(node: Leaf | Section | None) -> bool:
+def _restores_default(node: Leaf | Section | None) -> bool:
     """Return whether a node is a null that replaces a value of the base or of the file."""
     return isinstance(node, Leaf) and node.unsets
 
 
-def _value(
+def _typed_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
 ) -> Any:
     """Return the typed value of the key at ``path``: a mapping, a section or a plain value.
@@ -161,13 +163,13 @@ def _value(
         entries = {}
         for name, child in node.children.items():
             # `NAME: null` removes an entry of the base.
-            if not _unsets(child):
-                entries[name] = _value(entry, child, dataclasses.MISSING, f"{path}.{name}", parse)
+            if not _restores_default(child):
+                entries[name] = _typed_value(entry, child, dataclasses.MISSING, f"{path}.{name}", parse)
         return entries
 
     section = section_class(hint)
     if section is None:
-        return _plain(hint, node, default, path, parse, number_means)
+        return _plain_value(hint, node, default, path, parse, number_means)
     if node is None:
         _note_defaults(default, path, parse)
         return default
@@ -217,7 +219,7 @@ def _section_fix(section: type, value: Any, path: str) -> str:
     return f"write names below `{name}:`, or {path}.NAME=VALUE"
 
 
-def _plain(
+def _plain_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str
 ) -> Any:
     """Return the typed value of a key that is not a section."""
@@ -267,7 +269,8 @@ def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
     return f"write `{path}: {section}`"
 
 
-def _default(item: dataclasses.Field, defaults: Any) -> Any:
+def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
+    """Return the default of a field: its value in ``defaults`` if given, else that of its class."""
     if defaults is not None:
         return getattr(defaults, item.name)
     if item.default_factory is not dataclasses.MISSING:

@@ -25,9 +25,9 @@ HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.plac
 
 
 def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the configuration with the ranks of every role set as its placement defines them.
+    """Return the configuration with the ranks of every role, from its layout or else from ``placement``.
 
-    A critic, reference or reward model without a layout gets the actor's sizes. Explicit ranks are kept.
+    A critic, reference or reward model without a layout gets the actor's sizes.
     """
     has_halves = config.placement in HALF_PRESETS and world_size >= 2
     half = world_size // 2
@@ -63,7 +63,7 @@ def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return each role's Megatron settings by their configuration path; None for a role without its own."""
+    """Return each role's Megatron settings by configuration path; None for a role without this section."""
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
@@ -79,7 +79,7 @@ def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Ma
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the values of Megatron's settings for the model of a role's ``layout``.
 
-    A role that inherits the actor's settings gets its uneven stages only with the same pipeline sizes.
+    A role that inherits the actor's settings does not inherit uneven stages if its pipeline sizes differ.
     """
     section = layout.path.rpartition(".")[0]
     path, settings = explicit_megatron_settings(config, section)
@@ -135,11 +135,11 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 
 
 def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> AcceleratedJob:
-    """Describe a job on accelerators, as far as its environment variables depend on it."""
+    """Return the properties of a job on accelerators that its environment variables depend on."""
     rollout = config.rollout
     arguments = rollout.vllm
-    # vLLM's own all-reduce shares buffers of CUDA graphs by handles that memory of expandable segments has
-    # not (0.32): the engine would exit while it captures them.
+    # vLLM's custom all-reduce (0.32) shares the buffers of CUDA graphs by IPC handles, which memory in
+    # expandable segments does not have: the engine would exit while it captures the graphs.
     captures_all_reduce = (
         config.job == TRAIN
         and rollout.capabilities.in_process
@@ -174,13 +174,13 @@ class GroupCounts(NamedTuple):
     total: int
     """Groups in the job."""
     per_rank: int
-    """Most groups that one rank belongs to."""
+    """Largest number of groups that one rank belongs to."""
 
 
 def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int) -> GroupCounts:
-    """Count the process groups that a training job creates; groups of equal ranks are one.
+    """Count the process groups that a training job creates; groups of the same ranks count once.
 
-    An engine over all ranks of a job on accelerators creates groups of its own in addition.
+    On accelerators, an engine on all ranks of the job creates further groups, which are not counted.
     """
     groups = {tuple(range(world_size))}
     for role, layout in layouts.items():
@@ -198,7 +198,7 @@ def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int)
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
     """Return the bytes of weights that actor and rollout engine share, for each pair of their ranks.
 
-    The ranks of ``config`` are set.
+    ``config`` must have the ranks of every role, as `with_ranks` sets them.
     """
     lora = separate_lora(config)
     return shared_bytes(
@@ -220,12 +220,12 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
     """
     ranks = config.rollout.ranks
     assert ranks is not None
-    common = shared_weights(config, shape)
+    shared = shared_weights(config, shape)
     # Ranks within a node exchange faster than ranks of different nodes.
-    order = best_rank_order(common, ranks, config.gpus_per_node)
+    order = best_rank_order(shared, ranks, config.gpus_per_node)
 
-    best_bytes = common.traffic(order).received_most
-    plain_bytes = common.traffic(ranks).received_most
+    best_bytes = shared.traffic(order).received_most
+    plain_bytes = shared.traffic(ranks).received_most
     reason = f"the order in which the busiest rank receives least per weight sync: {byte_text(best_bytes)}"
     if best_bytes < plain_bytes:
         reason += f", not {byte_text(plain_bytes)}"

@@ -1,28 +1,36 @@
 """Table of the roles of a run: name, configuration section and work in a step.
 
-The one idea: a role is a row of `ROLES`, and everything that loops over roles (placement, memory estimate,
-`check`, the planner, the build, the score phase) reads that row. A new frozen role that scores tokens is one
-row here and one section in `config.schema`.
+The one idea: a role is a row of `ROLES`, and all code that loops over roles (placement, memory estimate,
+`check`, the planner, the build, the score phase) reads that row. A new frozen role that computes a number per
+token is one row here and one section in `config.schema`.
 
 Two names remain literals in the package, since the algorithm is about them and a run has exactly one of each:
-``actor``, the policy that learns, whose layout and model every role without its own takes, and ``rollout``,
+``actor``, the trained policy, whose layout and model are the defaults of the other roles, and ``rollout``,
 the engine that samples, which has no Megatron model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from megatron_rl.config.sections.models import (
+    ActorConfig,
+    CriticConfig,
+    ReferenceConfig,
+    TaskTeacherConfig,
+    TeacherConfig,
+)
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import with_value
 
-RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | RewardModelConfig
+RoleConfig = (
+    ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | TaskTeacherConfig | RewardModelConfig
+)
 
 # Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
@@ -33,7 +41,7 @@ NUMBER = "number"
 # The role can be the actor as it was before its adapters were trained: one model, adapters switched off.
 INITIAL = "initial"
 
-# The role can have adapters of its own over the actor's base weights.
+# The role can have its own adapters on the base weights of the actor.
 ADAPTED = "adapted"
 
 
@@ -45,9 +53,9 @@ class AlgorithmNeed:
     """
 
     attribute: str
-    """Attribute of `Algorithm` that is true where it needs the role."""
+    """Attribute of `Algorithm` that is true if the algorithm needs the role."""
     reason: str
-    """Why a run gets the role without naming it; ``{name}`` is the algorithm's."""
+    """Reason why a run has the role although its section is not set; ``{name}`` is the algorithm's."""
     unused: str
     """Warning of a run that has the role although its algorithm does not need it."""
     lacks: str
@@ -73,21 +81,25 @@ class RoleSpec:
     phase: str
     """Phase of a step in which it runs inference: generate, reward or score."""
     head: str | None
-    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None: it has no such model."""
+    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None if it has no such model."""
     outputs: tuple[str, ...] = ()
-    """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
+    """Names in `Scores` of the head's outputs per token; empty for a reward model, whose output is NAME."""
+    top_outputs: tuple[str, ...] = ()
+    """Columns for the ids and log-probs of its most likely tokens, for algorithms that read them."""
     trains: bool = False
     """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
+    by_task: bool = False
+    """Whether each model computes only the rows of its tasks, into columns that they share."""
     metric_prefix: str = ""
-    """Group of its metrics; empty: its name."""
+    """Group of its metrics; empty if it is the role's name."""
     need: AlgorithmNeed | None = None
-    """Property of an algorithm that requires it; None: a run has it only if its section is set."""
+    """Property of an algorithm that requires it; None if a run has it only if its section is set."""
     placement: str | None = None
     """Placement preset that gives it the second half of the ranks, separate from the actor."""
     shares: str | None = None
-    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None: never."""
+    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
         """Return the sections of the role that are set, by configuration path."""
@@ -152,6 +164,7 @@ TEACHER = RoleSpec(
     phase="score",
     head=VOCABULARY,
     outputs=("teacher_log_probs", "teacher_entropy"),
+    top_outputs=("teacher_top_ids", "teacher_top_log_probs"),
     need=AlgorithmNeed(
         attribute="needs_teacher",
         reason="algorithm.distillation needs a teacher",
@@ -160,6 +173,14 @@ TEACHER = RoleSpec(
         choice="set algorithm.distillation=reverse_kl",
     ),
     placement="split",
+)
+TASK_TEACHERS = replace(
+    TEACHER,
+    name="teachers",
+    section="teachers",
+    section_class=TaskTeacherConfig,
+    named=True,
+    by_task=True,
 )
 REWARD_MODELS = RoleSpec(
     name="reward",
@@ -182,10 +203,19 @@ ROLLOUT = RoleSpec(
 
 # Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
 # ranks: all ranks must call collectives in the same order.
-ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODELS, ROLLOUT)
+ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, TASK_TEACHERS, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
 MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
+
+
+def teacher_of_task(config: RunConfig) -> dict[str, str]:
+    """Return the role that teaches each task with a separate teacher: task -> ``teachers.NAME``."""
+    return {
+        task: f"{TASK_TEACHERS.name}.{name}"
+        for name, section in config.teachers.items()
+        for task in section.tasks or (name,)
+    }
 
 
 def spec_of(role: str) -> RoleSpec:

@@ -16,9 +16,9 @@ STAGES = "stages"
 
 
 class RunFolder:
-    """Paths of one run, relative to the folder ``path``.
+    """Paths of one run, below the folder ``path``.
 
-    A model's directory only exists once it is complete, so its existence means that the stage has ended.
+    The directory of a model is created complete, so its existence means that the stage has ended.
 
     Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """
@@ -28,6 +28,7 @@ class RunFolder:
 
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
+        self.starts = self.path / "starts.json"
 
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -143,7 +144,7 @@ class RunFolder:
 
 
 def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
-    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None without one."""
+    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None if there is none."""
     for parent in checkpoint.resolve().parents:
         folder = RunFolder(parent)
         if folder.config.is_file():

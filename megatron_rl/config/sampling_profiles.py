@@ -23,7 +23,7 @@ _registered: dict[str, dict[str, Any]] = {}
 def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     """Register a sampling profile under a name, and return its settings.
 
-    ``settings`` have the names of a profile's in `rollout.sampling_profiles`. Configurations that are loaded
+    ``settings`` are those of a profile in `rollout.sampling_profiles`. Configurations that are loaded
     afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles` and as the
     task of a record. A profile of the same name in the configuration replaces it. Raises UserErrors for
     settings that a profile does not have.
@@ -53,14 +53,14 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     return dict(settings)
 
 
-def name_profiles(tree: Section, errors: list[UserError]) -> None:
+def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     """Replace the names of sampling profiles in a configuration's tree by their settings.
 
     `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
     for overrides of the command line. Registered profiles become profiles of the tasks with their names.
     """
     if _registered:
-        # Records may name a registered profile although the configuration says nothing of the rollout.
+        # Records may name a registered profile as their task even if there is no rollout section.
         tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
     names = _profile_names(rollout)
@@ -90,9 +90,9 @@ def name_profiles(tree: Section, errors: list[UserError]) -> None:
     if isinstance(whole_run, Leaf) and _KEY in names:
         profile = _profile(whole_run, _KEY, available, errors)
         for setting, node in profile.children.items():
-            # An override is meant for this run, whatever profile its files take.
-            present = rollout.children.get(setting)
-            if present is None or not _is_override(present):
+            # An override of the command line has precedence over the profile.
+            existing = rollout.children.get(setting)
+            if existing is None or not _is_override(existing):
                 rollout.children[setting] = node
     elif whole_run is not None:
         rollout.children["sampling_profile"] = whole_run
@@ -139,7 +139,7 @@ def _profile(
     if name in available:
         return available[name]
 
-    # The error of a file that cannot be imported says enough.
+    # A file that cannot be imported has an error already.
     if not any(error.where == key for error in errors):
         close = nearest(name, list(available))
         fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
@@ -167,7 +167,7 @@ def _is_override(node: Leaf | Section) -> bool:
 
 
 def _node(value: Any, origin: Origin) -> Leaf | Section:
-    """Return the node of a plain value."""
+    """Convert a plain value to a node of the configuration's tree."""
     if isinstance(value, Mapping):
         return Section({str(key): _node(inner, origin) for key, inner in value.items()}, origin)
     return Leaf(list(value) if isinstance(value, tuple) else value, origin)

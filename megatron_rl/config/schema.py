@@ -22,6 +22,7 @@ from megatron_rl.config.sections.models import (
     CriticConfig,
     ModelConfig,
     ReferenceConfig,
+    TaskTeacherConfig,
     TeacherConfig,
 )
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -32,6 +33,7 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.config.setting import required, setting
 
 # Conversions from names of other projects that several keys share.
@@ -70,7 +72,7 @@ class BatchConfig:
     )
     samples_per_prompt: int = setting(
         8,
-        "Number of responses sampled to each prompt; together they are a group.",
+        "Number of responses sampled for each prompt; together they are a group.",
         unit="rows",
         **MANY,
         also_called={
@@ -253,8 +255,8 @@ class CheckpointConfig:
     stop_seconds: float | None = setting(
         None,
         "Time limit for the checkpoint of a job that a signal stops. torchrun kills its ranks "
-        "`--shutdown-timeout` after it got the signal itself; give a large model the time that `check` "
-        "estimates for its checkpoint.",
+        "`--shutdown-timeout` seconds after it has received the signal; give a large model the time that "
+        "`check` estimates for its checkpoint.",
         unset="5 s less than TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which is 30 s if it is not set",
         **WAIT,
     )
@@ -328,7 +330,7 @@ class RunConfig:
     )
     job: str = setting(
         TRAIN,
-        "Everything (train), or one stage before reinforcement learning alone. The command sets it.",
+        "Complete run (train), or a single stage before reinforcement learning. The command sets it.",
         choices=JOBS,
     )
     seed: int = setting(
@@ -340,8 +342,8 @@ class RunConfig:
     )
     deterministic: bool = setting(
         False,
-        "On accelerators, take only kernels that give the same bits in every run. A resumed run there equals "
-        "an uninterrupted one only with it; on hosts it always does.",
+        "On accelerators, use only kernels whose results are equal to the last bit in every run. There, a "
+        "resumed run equals an uninterrupted one only with this setting; on hosts it always does.",
         also_called={"Megatron-LM": "deterministic_mode", "verl": "full_determinism"},
     )
     # The machine.
@@ -394,7 +396,7 @@ class RunConfig:
     )
     placement: str = setting(
         "colocate",
-        "Ranks of the layouts that name none: all ranks for every role (colocate), the second half for the "
+        "Ranks of the layouts that set none: all ranks for every role (colocate), the second half for the "
         "rollout alone (standalone), or the second half for the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
         also_called={"OpenRLHF": "colocate_all_models", "slime": "colocate"},
@@ -412,6 +414,19 @@ class RunConfig:
         None, "The reference policy.", unset="one if the algorithm needs it"
     )
     teacher: TeacherConfig | None = setting(None, "The teacher of a distillation.", unset="none")
+    teachers: dict[str, TaskTeacherConfig] = setting(
+        {},
+        "Teachers of single tasks, by name, beside or in place of `teacher`.",
+        also_called={"verl": "distillation.teacher_models"},
+        conversion="ours has the tasks of each: NAME.tasks",
+    )
+    teacher_server: TeacherServerConfig | None = setting(
+        None,
+        "A teacher behind a vLLM server, in place of `teacher`.",
+        unset="none",
+        also_called={"TRL": "teacher_model_server_url"},
+        conversion="with algorithm.distillation; ours is a section with url and model",
+    )
     # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
     hybrid_engine: HybridEngineConfig = setting(
@@ -428,7 +443,7 @@ class RunConfig:
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
     callbacks: tuple[str, ...] = setting(
         (),
-        "Classes of your own that are told of each step: path/to/file.py:Class or module:Class.",
+        "Classes of your own whose methods are called at each step: path/to/file.py:Class or module:Class.",
     )
     # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")

@@ -4,7 +4,7 @@ A configuration field is declared with `setting`, or with `required` for a key w
 
     prompts_per_step: int = setting(
         64,
-        "Prompts that a training step takes.",
+        "Number of prompts of a training step.",
         unit="prompts",
         **MANY,
         also_called={"verl": "train_batch_size", "slime": "rollout_batch_size"},
@@ -79,7 +79,7 @@ class Setting:
     """
 
     meaning: str
-    """One sentence of the reference."""
+    """Meaning of the key, one sentence of the reference."""
     unit: str = ""
     """Unit of a number."""
     unset: str = ""
@@ -105,19 +105,21 @@ class Setting:
     example: str = ""
     """Value in the fix of a missing key."""
     number_means: str = ""
-    """Section that a bare number most likely means, with ``VALUE`` in place of the number."""
+    """Section to suggest in the error for a bare number in its place, such as ``{name: loss, coef: VALUE}``.
+
+    ``VALUE`` stands for the number. Empty without a suggestion."""
     per_task: bool = False
     """Whether a sampling profile can set the key for one task."""
     takes_rest: bool = False
     """Whether the key collects every name of its section that is not a field."""
     jobs: tuple[str, ...] = ()
-    """Jobs that require the key; empty: all, where it has no default."""
+    """Jobs that require the key; if empty, a key without a default is required by every job."""
     instead: str | None = None
-    """Key of the same section that may be written in place of this one, where a job requires it."""
+    """Key of the same section that can replace this one if a job requires it."""
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
-    """Pairs of a key below this section and a name of it in another project."""
+    """(key below this section, name of that key in another project)."""
 
     def bounds(self) -> str:
         """Return the bounds of a number as text, empty without bounds.
@@ -255,7 +257,7 @@ def iter_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
-    """Return a section with another value of an existing key at a dotted path.
+    """Return a copy of a section with a new value of the key at a dotted path.
 
     Example: ``with_value(config, "actor.layout.tensor", 2)``.
     """

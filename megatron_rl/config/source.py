@@ -3,7 +3,7 @@
 The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
 name it. `_parse` is also the only place that refuses oversized input: later code sees no text longer than
 `MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, no integer of more than 64 bits,
-and no text that no file system and no JSON can hold.
+and no text with characters that file systems and JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Leaf:
     value: Any
     """Plain value as YAML reads it."""
     origin: Origin
-    """Where it was written."""
+    """File and line, or override, in which the value was written."""
     unsets: bool = False
-    """Whether it is a null that replaces another value, and so restores the default."""
+    """Whether the value is a null that replaces another value, and so restores the default."""
 
     def plain(self) -> Any:
         """Return the value, as `Section.plain` does."""
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def root(self) -> yaml.Node | None:
-        """Return the root node, None for an empty text; raise `_Refused` if a limit is exceeded."""
+        """Return the root node, or None for an empty text; raise `_Refused` if a limit is exceeded."""
         try:
             node = self.get_single_node()
         except RecursionError:
@@ -501,10 +501,11 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Expand a value in place of a named section; None for another value, or ``path`` not a named section.
+    """Expand the short form of a section at ``path``; return None for any other value or path.
 
-    ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and an environment
-    likewise; the text of an evaluation set is its ``data``, and ``off`` of a health rule its ``on: false``.
+    ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and so is the name
+    of an environment. A text in place of an evaluation set is its ``data``, and ``off`` in place of a health
+    rule is ``on: false``.
     """
     match list(path):
         case ["algorithm", _] | ["rollout", "environment"]:
@@ -579,14 +580,16 @@ def describe(value: Any) -> str:
         case None:
             return "null (nothing)"
         case bool():
-            return f"{str(value).lower()} (true/false; YAML also reads yes, no, on, off so)"
+            return f"{str(value).lower()} (true/false; YAML reads yes, no, on and off as these)"
         case int():
             return f"{value} (integer)"
         case float():
             kind = "number" if math.isfinite(value) else "not a finite number"
             return f"{value!r} ({kind})"
+
         case str():
             return f"{value!r} (text)" if len(value) <= 80 else f"{value[:77]!r}... (text)"
+
         case dict():
             names = ", ".join(str(name) for name in list(value)[:6])
             return f"a section with {names or 'nothing in it'}"

@@ -24,15 +24,15 @@ class StagePlan:
     """
 
     name: str
-    """Name of its metrics, its log and its folder."""
+    """Name of the stage's metrics, log and folder."""
     where: str
-    """Configuration path of its settings."""
+    """Configuration path of the stage's section."""
     role: str
-    """Section of the role that it trains."""
+    """Section of the role that the stage trains."""
     settings: StageConfig
-    """Its settings."""
+    """The stage's section of the configuration."""
     model: Path
-    """Hugging Face checkpoint that it writes."""
+    """Hugging Face checkpoint that the stage writes."""
 
     @property
     def ended(self) -> bool:
@@ -69,7 +69,8 @@ _REINFORCEMENT = (
     "algorithm",
     "batch",
     "actor.optimizer",
-    *(spec.section for spec in ROLES if spec is not ACTOR and not spec.named),
+    *(spec.section for spec in ROLES if spec is not ACTOR),
+    "teacher_server",
     "hybrid_engine",
     "mismatch",
     "asynchrony",
@@ -96,6 +97,7 @@ def _stage_keys(job: str) -> tuple[str, ...]:
 
 
 def _below(path: str, *sections: str) -> bool:
+    """Return whether a path is one of ``sections`` or below one of them."""
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
@@ -114,7 +116,10 @@ def for_job(config: RunConfig) -> RunConfig:
 
 
 def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Reset the keys of a section that a job ignores to their defaults; its keys begin with ``prefix``."""
+    """Reset the keys of a section that a job ignores to their defaults.
+
+    ``prefix`` is the section's path with a dot at the end, empty for the complete configuration.
+    """
     values = {}
     for item in fields(section):
         path = f"{prefix}{item.name}"
@@ -131,7 +136,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """Return the stages that have not run yet: of the actor's, those after the last one that has ended.
+    """Return the stages that still have to run; of the actor's stages, those after the last ended one.
 
     An earlier stage whose model was deleted does not run again, since a later one has started from it.
     """
@@ -175,4 +180,5 @@ def present_model(config: RunConfig) -> str:
 
 
 def _last_model(config: RunConfig, plans: list[StagePlan]) -> str:
+    """Return the model that the last of the stages writes; without stages, ``model.path``."""
     return str(plans[-1].model) if plans else config.model.path

@@ -23,9 +23,9 @@ _GIB = 2**30
 _PASSES = ("score", "learn")
 """Phases with passes over micro-batches."""
 _SMALLEST_RISE = 1.1
-"""Rises below this factor are not worth other micro-batches in every step: measured peaks vary."""
+"""Smallest factor by which a budget rises: measured peaks vary, which must not change it in every step."""
 _LARGEST_RISE = 2.0
-"""Factor by which a budget may rise in a step: a small micro-batch predicts a much larger one badly."""
+"""Largest factor by which a budget rises in a step: small micro-batches predict much larger ones badly."""
 
 
 def estimated_tokens(
@@ -101,7 +101,7 @@ class TokenBudget:
     min_tokens: int
     """Tokens of the longest row."""
     max_tokens: int
-    """Tokens that a micro-batch can use, or that a pass did not run out of memory with."""
+    """Upper bound of later budgets: the largest micro-batch that is of use, and that fits into memory."""
     allowed: float
     """Bytes of a GPU that may be occupied."""
     estimate: int
@@ -110,9 +110,11 @@ class TokenBudget:
     def after_step(self, resident: float | None, per_token: float | None, split: float | None) -> TokenBudget:
         """Return the budget of the next step from the measurements of one, maxima over all ranks.
 
-        ``resident``: bytes when a pass began; ``per_token``: bytes that it added per token of its largest
-        micro-batch; None where no pass was measured. ``split``: tokens of the micro-batches of passes that
-        ran out of memory and were repeated, None without any.
+        Args:
+            resident: Bytes on the device when a pass began; None if no pass was measured.
+            per_token: Bytes that a pass added per token of its largest micro-batch; None likewise.
+            split: Tokens of the smaller micro-batches with which passes that ran out of memory were repeated;
+                None if no pass ran out of memory.
 
         Example:
             >>> budget = TokenBudget(4096, min_tokens=512, max_tokens=65536, allowed=80e9, estimate=4096)
@@ -136,9 +138,9 @@ class TokenBudget:
         return asdict(self)
 
     def restored(self, saved: Mapping[str, Any] | None) -> TokenBudget:
-        """Return the budget of a checkpoint, or this one if another configuration has saved that one.
+        """Return the budget of a checkpoint, or this one if the checkpoint's is for a different job.
 
-        A run on other GPUs, in another layout or with another target has another estimate or another limit.
+        On other GPUs, in another layout or with another target, the estimate or the limit differs.
         """
         if saved is None:
             return self
@@ -152,7 +154,7 @@ class TokenBudget:
 
 
 def initial_budget(config: RunConfig) -> TokenBudget | None:
-    """Return the budget of the first step of a run, None without `batch.memory_target`.
+    """Return the budget of the first step of a run, or None without `batch.memory_target`.
 
     ``config`` is resolved: its tokens per micro-batch are those of `estimated_tokens`.
     """

@@ -1,9 +1,9 @@
 """Copies of the user's contained code, made at the start of a run.
 
-A process that is restarted in the middle of a run executes the code that the first one did, even if the files
-have been edited meanwhile, and the run folder keeps the code that its rewards come from. Copied are the files
-that a configuration names and the modules next to them that they import, as far as import statements show.
-Other files that the code reads are read from their own paths.
+A process that is restarted in the middle of a run executes the same code as the first one, even if the files
+have been edited meanwhile, and the run folder contains the code that computed its rewards. The copies are of
+the files that a configuration names, and of the modules next to them that they import, as far as import
+statements show. Other files that the code reads are read from their own paths.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 MANIFEST = "files.json"
 """File of a copy that lists its files with their digests."""
-MOST_FILES = 500
-"""Files that are copied of one package; the others are loaded from their own paths."""
+MAX_FILES = 500
+"""Largest number of files of one package that are copied; further files are loaded from their own paths."""
 _THIS_PACKAGE = "megatron_rl"
 
 _active_copies: dict[str, bytes] = {}
@@ -31,13 +31,13 @@ def active_copies() -> Mapping[str, bytes]:
 
 
 def use_copies_of(files: Mapping[str, bytes]) -> None:
-    """Load these files' modules from ``files`` in every contained process that is started from now on."""
+    """Make contained processes that are started from now on load these files' modules from ``files``."""
     _active_copies.clear()
     _active_copies.update(files)
 
 
 def read_code(specs: Iterable[str]) -> dict[str, bytes]:
-    """Return the content, by resolved path, of the user's files behind names such as ``file.py:name``."""
+    """Return the contents, by path, of files named as ``file.py:name`` and of the files that they import."""
     files: dict[str, bytes] = {}
     pending: list[Path] = []
     for spec in specs:
@@ -55,7 +55,7 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
         try:
             files[str(file)] = file.read_bytes()
         except OSError:
-            # Reported by the process that loads the module.
+            # The process that loads the module reports the error.
             continue
         for name in _imported_names(files[str(file)]):
             pending.extend(_module_files(name, (file.parent, *_search_path())))
@@ -66,14 +66,14 @@ def digest_of(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the files' names and contents."""
     total = hashlib.sha256()
     for name in sorted(files):
-        # Lengths separate names from contents, so that no two sets of files have one sequence of bytes.
+        # Lengths separate names from contents, so that different sets of files give different bytes.
         for content in (_name_in_copy(name).encode("utf-8", "surrogateescape"), files[name]):
             total.update(len(content).to_bytes(8, "little") + content)
     return total.hexdigest()
 
 
 def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write the files into a subfolder of ``folder`` that their digest names; return the subfolder."""
+    """Write the files into a subfolder of ``folder``, named by their digest; return the subfolder."""
     digest = digest_of(files)
     target = folder / digest[:16]
     for name, content in files.items():
@@ -89,7 +89,7 @@ def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def read_copy(target: Path) -> dict[str, bytes] | None:
-    """Return the files of a copy that `write_copy` wrote; None if it is incomplete or was changed."""
+    """Return the files of a copy that `write_copy` wrote, or None if it is incomplete or was changed."""
     try:
         manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape"))
         files = {name: (target / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
@@ -114,25 +114,25 @@ def _search_path() -> Iterator[Path]:
 
 
 def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Return the files of the module or package ``name`` in the first of the folders that has it."""
+    """Return the files of the module or package ``name`` in the first folder that contains it."""
     if not name or name == _THIS_PACKAGE or name in sys.builtin_module_names:
         return []
     for folder in folders:
         package = folder / name
         module = folder / f"{name}.py"
         if (package / "__init__.py").is_file():
-            return sorted(package.rglob("*.py"))[:MOST_FILES]
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
 
         if module.is_file():
             return [module]
         # A namespace package, without __init__.py.
         if package.is_dir() and any(package.glob("*.py")):
-            return sorted(package.rglob("*.py"))[:MOST_FILES]
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
     return []
 
 
 def _imported_names(source: bytes) -> set[str]:
-    """Return the top-level names of the modules that a file imports; none for a file that does not parse."""
+    """Return the top-level names of the modules that a file imports, or an empty set if it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -1,13 +1,13 @@
 """Confinement of a process: its own user, root and namespaces, limits, and a filter of system calls.
 
-Like `megatron_rl.contained.process` it imports the standard library alone. A protection that the kernel does
-not allow is reported by name, never assumed, and the next best one takes its place: Landlock for a root, a
-filter of system calls for a network namespace, a supervisor that measures for a control group.
+Like `megatron_rl.contained.process` this module imports only the standard library. A protection that the
+kernel does not allow is reported by name, and replaced by the next best one: a new root by Landlock, a
+network namespace by a filter of system calls, a control group by the measurements of the supervisor.
 
 bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: each needs the
-permissions that are needed here (they fail where namespaces are refused, as in most containers), none is
-installed on an unprepared node, none counts memory over processes, and a second implementation would
-be tested half as well.
+same permissions as this module (they fail if namespaces are refused, as in most containers), none is
+installed on an unprepared node, none counts memory over processes, and two implementations would each be
+tested half as well.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.contained import filters, kernel
-from megatron_rl.contained.control_group import ROOM, ControlGroup
+from megatron_rl.contained.control_group import GROUP_MARGIN, ControlGroup
 from megatron_rl.contained.new_root import Owner, Unreadable, change_root, new_scratch
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible
 
 GIB = 2**30
 SCRATCH = "/dev/shm"
-"""Mount point of temporary files in memory for a process without a root of its own."""
+"""Mount point of temporary files in memory for a process without its own root."""
 TOO_MANY_PROCESSES = 97
 """Exit code of a supervisor that ended its worker for having too many processes or threads."""
 TOO_MUCH_MEMORY = 98
@@ -44,17 +44,17 @@ TOO_MUCH_MEMORY = 98
 CHECK_SECONDS = 0.1
 """Time between two measurements of a worker and its descendants."""
 SHARED_MEMORY_CHECKS = 5
-"""Measurements per one that includes shared mappings, which takes longer."""
+"""One of this many measurements includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
-"""Threads and processes beyond the limit of processes, at which the kernel refuses further ones."""
+"""Number of threads and processes, in addition to the limit of processes, that the kernel allows."""
 _extra_processes = mmap.mmap(-1, 8)
-"""The count of `allow_processes`, in memory that a worker and its supervisor share."""
+"""The count of `allow_processes`, in memory that is shared by a worker and its supervisor."""
 _PID_MAX_OF_NAMESPACE = (6, 14)
-"""The first Linux whose ``pid_max`` belongs to a namespace; before it belongs to the machine."""
+"""The first version of Linux in which ``pid_max`` belongs to a namespace, not to the machine."""
 _TASKS_OF_NAMESPACE = (5, 14)
-"""The first Linux that counts the tasks of a user (RLIMIT_NPROC) in each user namespace separately."""
+"""The first version of Linux that counts a user's tasks (RLIMIT_NPROC) in each user namespace separately."""
 _FILE_DESCRIPTORS = 64
-"""Descriptors that the first process of a namespace closes; it begins with few."""
+"""Number of descriptors that the first process of a namespace closes, more than it inherits."""
 
 # Protections that a kernel may not enforce, as in warnings of `check` and `train`; docs/limits.md lists them.
 CHILDREN_SEARCHED = "children that leave their session are found by a search"
@@ -71,9 +71,9 @@ SAME_USER = "it runs as the user of the run, {name}"
 CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counted"
 
 _UNUSED_USERS = range(0x70000000, 0x70100000)
-"""User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each process has one of its own."""
+"""User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each contained process has its own."""
 _LARGE_MAPPING = 1000
-"""Numbers in a user namespace that maps many users, as a container's, not only those it was created for."""
+"""Smallest size of a user namespace whose mapping has unused user numbers, such as a container's."""
 
 # Setting an interface up, from linux/sockios.h and linux/if.h.
 _SET_INTERFACE_FLAGS = 0x8914
@@ -88,12 +88,13 @@ class Isolation:
     owner: Owner
     """User and group that contained code will run as."""
     namespaces: bool = False
-    """Whether the process will be the first of its own namespaces."""
+    """Whether the process will be the first process of new namespaces."""
     scratch: int | None = None
-    """Descriptor of the file system in memory for temporary files."""
+    """Descriptor of the file system in memory for temporary files, or None if there is none."""
     folder: str | None = None
-    """Folder for temporary files that takes its place."""
+    """Folder for temporary files if there is no ``scratch``."""
     group: ControlGroup | None = None
+    """Control group with the limits of memory and tasks."""
     unenforced: list[str] = field(default_factory=list)
     """Protections that the kernel does not allow, for warnings."""
 
@@ -102,13 +103,13 @@ class Isolation:
 
 
 def set_limits(limits: Mapping[str, Any]) -> None:
-    """Limit memory, open files and file sizes of this process and of all that it starts.
+    """Limit memory, open files and file sizes of this process and of all processes that it starts.
 
     With ``own_files`` in ``limits``, `allow_files` may later exceed ``files`` by that many files.
     """
     files = int(limits["files"])
     max_files = files + limits.get("own_files", 0)
-    # Private writable memory, not address space, which programs that map large files need more of.
+    # Limit private writable memory, not address space: programs that map large files need more of the latter.
     memory = int(limits["memory_gib"] * GIB)
     file_size = int(limits["file_gib"] * GIB)
 
@@ -143,7 +144,7 @@ def allow_processor_seconds(seconds: float) -> None:
 
 
 def _at_most(value: int, hard: int) -> int:
-    """Return a limit that a hard limit permits; RLIM_INFINITY permits any."""
+    """Return ``value``, or the hard limit if that is lower; RLIM_INFINITY means no limit."""
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
@@ -166,14 +167,14 @@ def exceeded_limit(
 
 
 def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
-    """Move this process into new namespaces, with its next child as their first process.
+    """Move this process into new namespaces; its next child will be their first process.
 
-    They have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes inside may
-    connect to each other.
+    The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes
+    inside may connect to each other.
     """
     isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
     memory = int(limits["memory_gib"] * GIB)
-    isolation.group = ControlGroup(memory + ROOM, _task_limit(limits))
+    isolation.group = ControlGroup(memory + GROUP_MARGIN, _task_limit(limits))
 
     spaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
     if not limits["network"]:
@@ -200,7 +201,7 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
 
 def _temporary_folder() -> str:
     """Return a new folder on disk for temporary files."""
-    # A third of this module's import time, and seldom needed.
+    # Imported here because it takes a third of this module's import time and is seldom needed.
     import tempfile
 
     return tempfile.mkdtemp(prefix="megatron_rl_")
@@ -216,8 +217,8 @@ def _unshare(spaces: int) -> Owner:
     user = os.getuid()
     group = os.getgid()
     if user == 0:
-        # Root can do without a user namespace. The helper of `_mapped_namespace` is forked first: the next
-        # process that is forked afterwards is the first of the new namespace, which ends with it.
+        # Root needs no user namespace. The helper process of `_mapped_namespace` must be forked before: the
+        # next process that is forked afterwards is the first of the new namespace, which ends with it.
         unprivileged = _unprivileged_owner()
         with contextlib.suppress(PermissionError):
             kernel.unshare(spaces)
@@ -236,7 +237,7 @@ def _unshare(spaces: int) -> Owner:
 
 
 def _unprivileged_owner() -> Owner | None:
-    """Return an owner that no other process has; None if this user namespace has no unused numbers."""
+    """Return an owner that no other process has, or None if this user namespace has no unused numbers."""
     user = _unused_number(Path("/proc/self/uid_map"))
     group = _unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
@@ -247,7 +248,10 @@ def _unprivileged_owner() -> Owner | None:
 
 
 def _unused_number(file: Path) -> int | None:
-    """Return an unused number of a user or group in the mapping of ``file``, another one per process."""
+    """Return an unused number of a user or group in the mapping of ``file``, or None if all may be in use.
+
+    Each process gets a different number.
+    """
     ranges = []
     for line in file.read_text().splitlines():
         first, _, count = map(int, line.split())
@@ -256,7 +260,7 @@ def _unused_number(file: Path) -> int | None:
     if any(number in numbers for numbers in ranges):
         return number
 
-    # A container's mapping, usually of 65536 numbers. Those in its upper half are rarely in use.
+    # A container's mapping usually has 65536 numbers, of which the upper half is rarely in use.
     numbers = max(ranges, key=len)
     if len(numbers) < _LARGE_MAPPING:
         return None
@@ -294,7 +298,7 @@ def _mapped_namespace(user: int, group: int) -> int:
 
 
 def _close_namespace(owner: Owner) -> None:
-    """Close the descriptor of an owner's user namespace, which no contained code may have."""
+    """Close the descriptor of an owner's user namespace, which contained code must not have."""
     if owner.namespace is not None:
         os.close(owner.namespace)
 
@@ -311,8 +315,8 @@ def _raise_loopback() -> None:
 def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     """Confine the child of an isolated process; return the protections that the kernel does not allow.
 
-    The first process of a namespace forks the worker and does not return: it waits for the others, and its
-    exit ends them all. Signals that end other processes do not reach it.
+    The first process of a namespace forks the worker and does not return: it waits for the other processes,
+    and its exit ends all of them. It is not ended by signals that end other processes.
     """
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     # A machine that runs out of memory should end this process, not a rank.
@@ -329,14 +333,14 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
             _switch_user(isolation.owner)
             os._exit(_reap_until(worker))
 
-    # Limits first: they need the privileges that the worker gives up next.
+    # Set limits first: this needs the privileges that the worker drops next.
     set_limits(limits)
     _limit_tasks(limits, isolation)
     if isolation.scratch is not None:
         os.close(isolation.scratch)
     _close_namespace(isolation.owner)
     _switch_user(isolation.owner)
-    # A change of the user resets both.
+    # Set these two again, since a change of the user resets them.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kernel.process_control(kernel.SET_DUMPABLE, 1)
     if os.getuid() == 0:
@@ -360,16 +364,17 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     network = bool(limits["network"])
 
     try:
-        # Another mount namespace: the supervisor must continue to see all processes.
+        # Use another mount namespace, since the supervisor must still find all processes in its /proc.
         kernel.unshare(kernel.NEW_MOUNTS)
         try:
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
             _keep_user(isolation)
-            isolation.unenforced.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
+            same_user = SAME_USER.format(name="root")
+            isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
-        # Without a root of its own, another user could lack permission for files that the code needs.
+        # Without a new root, another user could lack permission for files that the code needs.
         _keep_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
@@ -383,7 +388,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
 
 def _keep_user(isolation: Isolation) -> None:
-    """Make this process's user the owner of contained code."""
+    """Set this process's user as the owner of contained code."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
@@ -399,9 +404,9 @@ def _switch_user(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Limit threads and processes, on kernels that count the tasks of contained code separately.
+    """Limit threads and processes, if the kernel counts the tasks of contained code separately.
 
-    Elsewhere the limit would count all tasks of the trainer's user.
+    Otherwise the limit would apply to all tasks of the trainer's user.
     """
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
@@ -422,7 +427,7 @@ def _restrict(
     if has_root:
         return filters.restrict_scope()
 
-    # The same paths that a new root would contain.
+    # Allow the same paths that a new root would contain.
     visible = isolation.visible
     names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
     settings = (f"/etc/{name}" for name in (*names, "passwd", "group"))
@@ -446,7 +451,7 @@ def _restrict(
             unenforced.append(f"{PROCESSES_SIGNALLED} {reason}")
         return False
 
-    # Landlock grants folders with all that is below, and does not hide names.
+    # Landlock grants access to complete folders, and does not hide names.
     unenforced.append(f"{HIDDEN_READABLE} (Landlock in place of a root)")
     unenforced.append(f"{NAMES_VISIBLE} (Landlock in place of a root)")
     if isolation.folder != SCRATCH:
@@ -506,10 +511,10 @@ def supervise(
     limits: Mapping[str, Any],
     isolation: Isolation,
 ) -> int:
-    """Wait until ``worker`` ends or must end, then end it with its descendants; return the exit code.
+    """Wait until ``worker`` ends or must be ended, then end it with its descendants; return the exit code.
 
-    It must end when the process ``trainer`` has ended, when this process receives SIGTERM, and when its
-    descendants are more, or use more memory, than ``limits`` allow.
+    The worker must be ended if the process ``trainer`` has ended, if this process receives SIGTERM, and if
+    its descendants are more, or use more memory, than ``limits`` allow.
     """
     kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
     # The supervisor must be scheduled, however many processes compete for the processors.
@@ -557,7 +562,7 @@ def _exceeded_limit(
     ``count_shared`` includes shared mappings in the memory.
     """
     (extra,) = struct.unpack_from("q", _extra_processes)
-    # Two processes are not the user's: the worker and the first process of the namespace.
+    # Two processes do not count: the worker and the first process of the namespace.
     max_processes = limits["processes"] + min(extra, limits.get("own_processes", 0)) + 2
     # Code may start processes faster than they can be listed: stop beyond the limit.
     family = [worker, *islice(_descendants(worker), max_processes)]
@@ -567,7 +572,7 @@ def _exceeded_limit(
     shared_bytes = _scratch_bytes(scratch)
     if count_shared:
         shared_bytes += _shared_bytes(family)
-    # The kernel limits the private memory of one process itself.
+    # The kernel enforces the limit for the private memory of a single process.
     if len(family) > 2 or shared_bytes:
         private_bytes = sum(_private_bytes(process) for process in family)
         if private_bytes + shared_bytes > limits["memory_gib"] * GIB:
@@ -584,9 +589,9 @@ def _end(worker: int) -> None:
 
 
 def end_descendants() -> None:
-    """Kill all processes that this one started, with their descendants.
+    """Kill all descendants of this process.
 
-    It must be a subreaper: descendants whose parents end become its own children.
+    This process must be a subreaper, so that descendants whose parents end become its children.
     """
     while True:
         for process in _descendants(os.getpid()):
@@ -599,7 +604,7 @@ def end_descendants() -> None:
 
 
 def end_started_with(entry: str) -> None:
-    """Kill each process whose environment had the ``entry``, as NAME=value, when it was started."""
+    """Kill each process that was started with the ``entry`` NAME=value in its environment."""
     killed: set[int] = set()
     # Repeat: processes may start others until they are killed.
     while running := set(_processes_started_with(entry.encode())) - killed:
@@ -617,7 +622,7 @@ def _processes_started_with(entry: bytes) -> Iterator[int]:
 
 
 def _descendants(process: int) -> Iterator[int]:
-    """Yield the descendants of a process; those whose parents ended are children of the subreaper."""
+    """Yield the descendants of a process, including orphans if the process is a subreaper."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):
             for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():
@@ -644,7 +649,7 @@ def _private_bytes(process: int) -> int:
 
 
 def _scratch_bytes(scratch: int | None) -> int:
-    """Return the memory of temporary files, also of deleted ones that are open."""
+    """Return the bytes of temporary files in memory, including deleted files that are still open."""
     if scratch is None:
         return 0
     size = os.fstatvfs(scratch)
@@ -652,8 +657,8 @@ def _scratch_bytes(scratch: int | None) -> int:
 
 
 def _shared_bytes(family: Iterable[int]) -> int:
-    """Return the size of shared mappings without a file; which of their pages are in use is unknown."""
-    # The last byte of each shared memory that any process maps.
+    """Return the size of shared mappings without a file, since the number of their used pages is unknown."""
+    # The largest end of the mappings of each shared memory, over all processes.
     ends: dict[str, int] = {}
     for process in family:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:

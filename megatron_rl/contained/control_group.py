@@ -1,8 +1,8 @@
-"""A control group for contained code, below the trainer's own group, on kernels that allow one there.
+"""A control group for contained code, below the trainer's own group, on kernels that allow it.
 
-A group counts memory that no limit of a process counts (files in memory, kernel memory), and its limits
-refuse at once, where the supervisor can only look from time to time. It is created below the trainer's own
-group and nowhere else: elsewhere its memory would not count as the job's.
+A group also counts memory to which no limit of a process applies (files in memory, kernel memory), and the
+kernel enforces its limits immediately, whereas the supervisor measures at intervals. The group is created
+only below the trainer's own group, so that its memory counts as the job's.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOM = 2**27
-"""Bytes between the memory limit of a process and the larger one of the group.
+GROUP_MARGIN = 2**27
+"""Bytes by which the memory limit of the group exceeds that of a process.
 
-At its limit a process gets an error that it can report; at the group's limit the kernel kills it.
+At its own limit a process gets an error that it can report; at the group's limit the kernel kills it.
 """
 _ROOT = Path("/sys/fs/cgroup")
 _NAME_PREFIX = "megatron_rl_"
 _REMOVAL_SECONDS = 2.0
-"""Time in which the removal of a group is repeated: the kernel still releases its ended processes."""
+"""Time for which the removal of a group is retried, while the kernel releases its ended processes."""
 _RETRY_SECONDS = 0.01
 _OOM_COUNTERS = ("memory.events", "memory.oom_control")
 """Files with the number of processes that were killed for memory, in version 2 and 1 of control groups."""
 
 
 class ControlGroup:
-    """The folders of one group, by controller: the same one in version 2, one for each in version 1.
+    """Control group with limits of memory and tasks.
 
-    ``memory`` is its limit in bytes, ``tasks`` that of processes and threads. A kernel that allows no group
-    leaves it without folders, and its methods without effect.
+    ``memory`` is the limit in bytes, ``tasks`` that of processes and threads. In version 1 of control groups
+    each controller has a separate folder of the group, in version 2 all have the same one. On a kernel that
+    allows no group there are no folders, and the methods have no effect.
     """
 
     def __init__(self, memory: int, tasks: int) -> None:
         name = f"{_NAME_PREFIX}{os.getpid()}_{time.monotonic_ns()}"
-        # Files of cgroup v2 and v1; only those of the group's version exist. Swap would add to the limit.
+        # Files of cgroup v2 and v1; only the files of the group's version exist. Swap is 0, since it would
+        # add to the limit.
         limits_by_controller = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},
@@ -53,7 +55,7 @@ class ControlGroup:
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
-        """Move this process, and all that it will start, into the group."""
+        """Move this process, with all processes that it will start, into the group."""
         for controller, folder in list(self._folders.items()):
             try:
                 (folder / "cgroup.procs").write_text("0")
@@ -74,7 +76,7 @@ class ControlGroup:
         return False
 
     def remove(self) -> None:
-        """Remove the group after its processes have ended, which the kernel may still be working on."""
+        """Remove the group after its processes have ended; retry while the kernel still releases them."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         for folder in set(self._folders.values()):
             while folder.exists():
@@ -87,7 +89,7 @@ class ControlGroup:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove groups whose supervisor, the process in their name, was killed before it could."""
+    """Remove groups whose supervisor, the process in their name, was killed before it removed them."""
     for folder in parent.glob(f"{_NAME_PREFIX}*"):
         supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]
         if not os.path.exists(f"/proc/{supervisor}"):
@@ -96,14 +98,14 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _create(folder: Path, limits: Mapping[str, int]) -> bool:
-    """Create a group with those limits that its controller has; return whether it has any."""
+    """Create a group and set the limits that its controller supports; return whether any was set."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
         return False
 
-    # The kernel creates the files of a group. A file that is absent is of the other version, or its
-    # controller is not enabled here.
+    # The kernel creates the files of a group. A file is absent if it belongs to the other version, or if its
+    # controller is not enabled.
     count = 0
     for file, limit in limits.items():
         with contextlib.suppress(OSError), open(folder / file, "r+") as opened:
@@ -117,7 +119,7 @@ def _create(folder: Path, limits: Mapping[str, int]) -> bool:
 
 
 def _own_group(controller: str) -> Path | None:
-    """Return the folder of this process's group with a controller; None if it cannot be written."""
+    """Return the folder of this process's group with a controller, or None if it cannot be written."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

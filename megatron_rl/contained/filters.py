@@ -1,10 +1,10 @@
-"""Restrictions that the kernel enforces on a process from then on: system calls (seccomp), paths (Landlock).
+"""Irreversible restrictions of this process by the kernel: system calls (seccomp) and paths (Landlock).
 
 Refused system calls change or inspect the machine (mounts, namespaces, modules, other processes), reach large
-parts of the kernel's own code (io_uring, bpf, userfaultfd, keys), or allocate memory that no limit of a
-process counts (memfd, System V). System calls that are newer than the list do not exist for the process.
+parts of the kernel's own code (io_uring, bpf, userfaultfd, keys), or allocate memory to which no limit of a
+process applies (memfd, System V). System calls that are newer than the list fail as if they did not exist.
 
-Landlock needs no namespace: it restricts paths on kernels and in containers that allow none.
+Landlock needs no namespace: it restricts paths also on kernels and in containers that allow no namespaces.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "vhangup": (153, 58),
 }
-"""Numbers of the refused system calls on x86_64 and aarch64, None on a machine without the call."""
+"""Numbers of the refused system calls on x86_64 and aarch64; None if a machine does not have the call."""
 _NEWEST = 462
-"""The newest system call when the list was written (mseal, Linux 6.10)."""
+"""Number of the newest system call when the list was written (mseal, Linux 6.10)."""
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machines as seccomp numbers them, in the order of the columns above; from linux/audit.h."""
+"""Machines with their numbers for seccomp, in the order of the columns above; from linux/audit.h."""
 
 # System calls that are refused depending on their arguments; like the table, on x86_64 and aarch64.
 _CLONE = (56, 220)
@@ -102,7 +102,7 @@ _ALL_SPACES = (
     | kernel.NEW_CONTROL_GROUPS
 )
 _TYPE_INTO_TERMINAL = 0x5412
-"""TIOCSTI, which types into the terminal that the trainer was started from."""
+"""TIOCSTI, which types into the terminal from which the trainer was started."""
 _TERMINAL_SELECTION = 0x541C
 """TIOCLINUX, which can paste into a console."""
 
@@ -116,13 +116,13 @@ _GREATER = 0x25
 _ANY_BIT = 0x45
 _RETURN = 0x06
 
-# Offsets of a call's fields in struct seccomp_data; of the 64-bit arguments, the lower half.
+# Offsets of a call's fields in struct seccomp_data; for 64-bit arguments, of the lower half.
 _NUMBER = 0
 _MACHINE = 4
 _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
 
-# Rights to a path, from linux/landlock.h. A version of Landlock has the first N rights.
+# Rights to a path, from linux/landlock.h. Each version of Landlock supports the first N rights.
 _EXECUTE = 1
 _WRITE_FILE = 2
 _READ_FILE = 4
@@ -130,7 +130,7 @@ _READ_FOLDER = 8
 _TRUNCATE = 1 << 14
 _USE_DEVICE = 1 << 15
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _USE_DEVICE
-"""Rights that a file can have; the others are a folder's."""
+"""Rights that apply to files; the others apply only to folders."""
 _RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST_RIGHTS = 16
 _VERSION_FLAG = 1
@@ -145,7 +145,7 @@ _PATH_RULE = 1
 def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPORT) -> None:
     """Refuse dangerous system calls from now on, and sockets of other families with the error ``refusal``.
 
-    Raises OSError if the kernel has no filters, or this machine no list of system calls.
+    Raises OSError if the kernel has no filters, or if there is no list of system calls for this machine.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
@@ -169,7 +169,7 @@ def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPO
         if number is not None:
             program += _if_equal(number, [_refuse(errno.EPERM)])
 
-    # clone may start processes and threads, but create no namespace.
+    # Calls of clone may start processes and threads, but not create namespaces.
     new_namespace = [
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
@@ -189,14 +189,14 @@ def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPO
     program += _if_equal(_SOCKET[column], [*sockets, _refuse(refusal)])
     program.append(_allow())
 
-    # struct sock_fprog: the number of instructions and their address, which must live until the call returns.
+    # struct sock_fprog: number and address of the instructions, which must exist until the call returns.
     instructions = ctypes.create_string_buffer(b"".join(program))
     packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(instructions))
     kernel.system_call("seccomp", _SET_MODE_FILTER, 0, packed)
 
 
 def families_of(*, network: bool, local: bool) -> list[int]:
-    """Return the allowed families of sockets: families of the ``network``, and ``local`` ones."""
+    """Return the socket families to allow: network families if ``network``, local sockets if ``local``."""
     families: list[int] = []
     if network:
         # Name resolution and libraries that list network interfaces use netlink.
@@ -207,7 +207,7 @@ def families_of(*, network: bool, local: bool) -> list[int]:
 
 
 def landlock_version() -> int:
-    """Return the Landlock ABI version of the kernel, 0 for a kernel without Landlock."""
+    """Return the Landlock ABI version of the kernel, or 0 for a kernel without Landlock."""
     try:
         return kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
@@ -215,7 +215,7 @@ def landlock_version() -> int:
 
 
 def restrict_scope() -> bool:
-    """Deny abstract sockets of other processes and signals to them; return whether Landlock can."""
+    """Deny abstract sockets of other processes, and signals to them; return whether Landlock supports it."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
@@ -223,9 +223,9 @@ def restrict_scope() -> bool:
 
 
 def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny this process all files outside the paths, with Landlock; raises OSError if the kernel has none.
+    """Deny this process all files outside the paths, with Landlock; raise OSError if the kernel has none.
 
-    From version `SCOPES_SINCE` on, abstract sockets of others and signals to them are denied, too.
+    From version `SCOPES_SINCE` on, abstract sockets of other processes and signals to them are denied too.
     """
     version = landlock_version()
     if not version:
@@ -246,7 +246,7 @@ def _restrict(
     rights_by_path: dict[str, int],
 ) -> None:
     """Refuse the ``rights`` to every path except as ``rights_by_path`` allows, and refuse the ``scopes``."""
-    # struct landlock_ruleset_attr; without scopes only its first field, as older kernels define it.
+    # struct landlock_ruleset_attr; without scopes only its first field, since older kernels have no others.
     attributes = struct.pack("QQQ", rights, 0, scopes)
     size = len(attributes) if scopes else 8
     ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
@@ -276,12 +276,12 @@ def _instruction(
     when_true: int = 0,
     when_false: int = 0,
 ) -> bytes:
-    """Return an instruction; the last two arguments are the instructions that a comparison skips."""
+    """Return an instruction; after a comparison ``when_true`` or ``when_false`` instructions are skipped."""
     return struct.pack("HBBI", code, when_true, when_false, value)
 
 
 def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
-    """Return a block that is skipped unless the loaded word is ``value``."""
+    """Return the instructions that skip a block unless the loaded word is ``value``."""
     return [_instruction(_EQUAL, value, 0, len(block)), *block]
 
 

@@ -1,4 +1,4 @@
-"""Linux system calls that Python has no function for. Each raises OSError if the kernel refuses it."""
+"""Linux system calls for which Python has no function. Each raises OSError if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ _MS_RECURSIVE = 0x4000
 _DETACH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_COUNT = 64
-"""Capabilities that the kernel's interface has room for; numbers without one are ignored."""
+"""Number of capabilities in the kernel's interface; numbers without a capability are ignored."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> int:
-    """Make a system call, by number or by a name of `_BY_MACHINE`, which fails on other machines."""
+    """Make a system call by its number, or by a name in `_BY_MACHINE`; names fail on other machines."""
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
@@ -143,8 +143,8 @@ def set_mount_attributes(
 def attach(tree: int, target: str) -> None:
     """Mount the tree of a descriptor at ``target``, and close the descriptor.
 
-    ``target`` must exist: a file for a file, a folder for a folder. Contained code has few files to open, and
-    may not have the descriptors of the mounts around it.
+    ``target`` must exist: a file for a file, a folder for a folder. The descriptor is closed because
+    contained code must not have descriptors of these mounts, and may open only few files.
     """
     try:
         system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
@@ -153,7 +153,7 @@ def attach(tree: int, target: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """Unmount a file system and all mounts below it; open files stay usable."""
+    """Unmount a file system and all mounts below it; open files remain usable."""
     _checked(_libc.umount2(os.fsencode(path), _DETACH))
 
 

@@ -1,7 +1,8 @@
 """The root of contained code: a file system in memory that contains mounts of the visible paths only.
 
-Everything is opened before anything is mounted over it. First the trees of the visible paths are copied, not
-mounted yet; then the new root is mounted, then each tree at its path in it. The old root is unmounted last.
+All paths are opened before anything is mounted over them. First the trees of the visible paths are copied
+without mounting them. Then the new root is mounted, and each tree at its path in the new root. The old root
+is unmounted last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_rl.contained import kernel
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible, links_to
 
 MAX_SCRATCH_FILES = 2**18
-"""Files in the temporary folders: each takes memory of the kernel, even an empty one."""
+"""Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
 _STAGE = "/tmp"
 """Mount point of the new root while it is assembled; paths below it have been opened by then."""
 _SCRATCH = "/.scratch"
@@ -30,7 +31,7 @@ _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
 class Unreadable(Exception):
-    """A visible path that the user of contained code may not read, or not write where it should."""
+    """Error for a visible path that the user of contained code cannot read, or cannot write if it should."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ class Owner:
     """
 
     user: int
+    """Number of the user."""
     group: int
+    """Number of the group."""
     namespace: int | None = None
-    """Descriptor of a user namespace that maps the trainer's user to this one.
+    """Descriptor of a user namespace that maps the trainer's user to this user, or None.
 
-    A tree that is mounted with it shows files of the trainer's user as files of this one.
+    In a tree that is mounted with it, files of the trainer's user appear as files of this user.
     """
 
 
@@ -56,9 +59,11 @@ class _Tree:
     path: str
     """Path without symbolic links."""
     descriptor: int
+    """Descriptor of the copied mounts."""
     is_folder: bool
+    """Whether a folder is at the path, not a file."""
     hides: bool = False
-    """Entries of the folder whose names begin with a dot are covered."""
+    """Whether entries of the folder whose names begin with a dot are hidden."""
 
 
 def new_scratch(size: int) -> int:
@@ -78,9 +83,9 @@ def change_root(
     """Move this process, alone in its mount namespace, into the new root.
 
     ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
-    which it must be: some of its files are settings of the machine. Returns the reason for which /proc shows
-    the processes of the whole machine, None if it shows only the namespace's. Raises `Unreadable` before
-    anything has changed, and OSError if the kernel refuses a step.
+    since some of its files are settings of the machine. Returns the reason why /proc shows the processes of
+    the whole machine, or None if it shows only the namespace's processes. Raises `Unreadable` before anything
+    has changed, and OSError if the kernel refuses a step.
     """
     folder = os.getcwd()
 
@@ -97,7 +102,7 @@ def change_root(
     user_trees += _trees(visible.packages, links, _FIXED, owner)
     kernel.make_mounts_private()
 
-    # Assemble the new root, then enter it. If a step fails the process stays in the old one.
+    # Assemble the new root, then enter it. If a step fails, the process remains in the old root.
     root = kernel.new_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
     kernel.attach(root, _STAGE)
     try:
@@ -120,7 +125,7 @@ def change_root(
         os.chdir(folder)
         raise
 
-    # pivot_root of a folder onto itself puts the old root on top of the new one.
+    # pivot_root of a folder onto itself mounts the old root on top of the new one.
     kernel.unmount(".")
     os.chdir("/")
     with contextlib.suppress(OSError):
@@ -138,7 +143,7 @@ def _trees(
 ) -> list[_Tree]:
     """Return copies of the mounts at ``paths``, with the attributes.
 
-    Symbolic links on the way to a path are added to ``links``, with their texts.
+    Symbolic links in the paths are added to ``links``, with their targets.
     """
     trees: dict[str, _Tree] = {}
     for path in paths:
@@ -151,7 +156,7 @@ def _trees(
 
         is_folder = os.path.isdir(real)
         descriptor = kernel.copy_of_tree(real)
-        # A device that the user names is for use, so it does not get NO_DEVICES.
+        # A device that the user names must be usable, so it does not get NO_DEVICES.
         is_device = owner is not None and not is_folder and not os.path.isfile(real)
         _restrict(descriptor, real, kernel.NO_SETUID if is_device else attributes, owner)
         trees[real] = _Tree(real, descriptor, is_folder, hides and is_folder)
@@ -174,13 +179,13 @@ def _restrict(
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
 
-    # Without a mapping the files may belong to another user than the owner.
+    # Without a mapping of owners, the files may appear to belong to a different user.
     if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
         raise Unreadable(path)
 
 
 def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether the permissions of a tree's root allow ``owner`` the access of the attributes."""
+    """Return whether ``owner`` may read a tree's root, and write it unless the attributes are read-only."""
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
     if not attributes & kernel.READ_ONLY:
@@ -199,7 +204,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
     try:
         kernel.mount("proc", target, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS)
     except OSError as error:
-        # The kernel refuses it in a container whose own /proc is partly covered.
+        # The kernel refuses a new /proc in a container in which parts of /proc are hidden.
         reason = str(error.strerror)
         kernel.attach(kernel.copy_of_tree("/proc"), target)
     else:
@@ -212,7 +217,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 
 
 def _attach_scratch(scratch: int, owner: Owner) -> None:
-    """Mount /tmp, /dev/shm and the home folder from one file system, whose size bounds them together."""
+    """Mount /tmp, /dev/shm and the home folder from one file system, whose size limits them together."""
     os.mkdir(_STAGE + _SCRATCH)
     kernel.attach(os.dup(scratch), _STAGE + _SCRATCH)
 
@@ -225,7 +230,7 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
         os.chmod(source, 0o1777)
         os.chown(source, owner.user, owner.group)
         os.makedirs(_STAGE + target, exist_ok=True)
-        # A copy of the folder's mount, which has the same file system.
+        # Mount a copy of the folder's mount, which has the same file system.
         kernel.attach(kernel.copy_of_tree(source), _STAGE + target)
 
     os.chmod(_STAGE + _SCRATCH, 0o700)
@@ -235,7 +240,7 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
 
 
 def _write_users(owner: Owner) -> None:
-    """Write files of users and groups with the owner, whom programs look up, and root alone."""
+    """Write /etc/passwd and /etc/group with only root and the owner, since programs look up their user."""
     os.mkdir(f"{_STAGE}/etc")
     values = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
     for name, template in (("passwd", _PASSWD), ("group", _GROUP)):
@@ -246,7 +251,7 @@ def _write_users(owner: Owner) -> None:
 def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     """Mount the trees at their paths, outer ones first.
 
-    A tree inside another one is visible with it, and is mounted again only if the outer one hides it.
+    A tree inside another one is visible as its part, and is mounted again only if the outer tree hides it.
     """
     attached: list[_Tree] = []
     user_paths = [tree.path for tree in user_trees]
@@ -279,7 +284,7 @@ def _attach(tree: _Tree) -> None:
 
 
 def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
-    """Cover the hidden entries of an attached folder, except for those with a visible path at or below."""
+    """Mount over the hidden entries of a folder, except for entries that are, or contain, a visible path."""
     for entry in list(os.scandir(_STAGE + folder)):
         path = f"{folder}/{entry.name}"
         if not entry.name.startswith(".") or entry.is_symlink() or path in visible_paths:
@@ -291,7 +296,7 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
                 open(empty_file, "x").close()
             kernel.attach(kernel.copy_of_tree(empty_file), _STAGE + path)
         elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
-            # An empty file system: the visible path below is mounted in it later.
+            # Mount an empty file system, in which the visible path below is mounted later.
             kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
         else:
             kernel.attach(kernel.copy_of_tree(_STAGE + _EMPTY), _STAGE + path)
@@ -306,7 +311,7 @@ def _make_links(links: Mapping[str, str]) -> None:
 
 
 def _make_terminals() -> None:
-    """Create the names of standard streams, and this root's own terminals if the kernel allows any."""
+    """Create the links of standard streams, and terminals of this root if the kernel allows them."""
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{_STAGE}/dev/{name}")
     os.mkdir(f"{_STAGE}/dev/pts")

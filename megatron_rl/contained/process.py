@@ -1,14 +1,14 @@
 """Processes for code that is not trusted with the trainer: their start, messages and end.
 
-Both ends of the connection are in this module. It imports the standard library alone, so that a new process
+Both ends of the connection are in this module. It imports only the standard library, so that a new process
 is ready in some ten milliseconds, without the trainer's threads and devices.
 
 Requests arrive on the process's standard input as pickles, which the trainer made. Replies are JSON on its
 standard output: nothing that contained code writes may ever be executed. Each message is a frame: 8 bytes
 with its length, then its bytes.
 
-A contained process is two processes. The supervisor enforces limits and ends with the trainer; the worker, in
-namespaces of its own where the kernel allows them, serves the requests.
+A contained process consists of two processes. The supervisor enforces limits and ends with the trainer. The
+worker serves the requests, in its own namespaces if the kernel allows them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LARGEST_FRAME = 2**24
 """Bytes of the largest reply; a longer frame is a protocol error."""
 INVALID_TEXT = "no_text"
 """Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
-INVALID_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
+INVALID_TEXT_MESSAGE = "sent text with half a surrogate pair (U+D800 to U+DFFF), which is not a character"
 LARGEST_MESSAGE = 4000
 """Characters of an exception's text that are reported."""
 LONGEST_LINE = 4096
@@ -66,18 +66,18 @@ _START = (
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_NOT_VISIBLE = "contained code sees Python's files, those of its own folder, and what limits.read names"
+_NOT_VISIBLE = "contained code can read only Python's files, its own folder and the paths in limits.read"
 _LIMIT_BY_ERRNO = {
     errno.EROFS: "limits.write is false, or the folder is not one that it makes writable",
     errno.ENETUNREACH: "limits.network is false",
     errno.ENOENT: _NOT_VISIBLE,
     errno.EACCES: _NOT_VISIBLE,
 }
-"""Limits that cause an OSError in contained code, by its errno."""
+"""Limits that cause an OSError in contained code, by the error's errno."""
 
 
 class LoadFailed(Exception):
-    """Failure of a contained process to load its code: the reason, and a traceback or an empty string."""
+    """Error of a contained process that could not load its code, with the reason and a traceback or ""."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -90,7 +90,7 @@ class LoadFailed(Exception):
         key: str,
         expected: str,
     ) -> UserError:
-        """Return the error of the code that the configuration names at ``key``."""
+        """Return the UserError for user code that failed to load; ``key`` is the setting that names it."""
         details = f"\n{self.details}" if self.details else ""
         return UserError(
             f"{description} cannot be loaded{details}",
@@ -106,11 +106,11 @@ class ContainedProcess:
 
     Arguments:
         serve: ``module:function`` that serves the requests in the process.
-        limits: a section of limits, as `megatron_rl.config.sections.bounds.LimitsConfig`, as a mapping.
-        code: ``module:name`` or ``file.py:name`` of the user's code; the process sees its folder.
+        limits: a section of limits (`megatron_rl.config.sections.bounds.LimitsConfig`) as a mapping.
+        code: ``module:name`` or ``file.py:name`` of the user's code, whose folder is visible to the process.
 
-    `replies` is the descriptor to wait for. `protocol_error` is the reason if the process has violated the
-    protocol, else None; after that no further reply of the process may be used.
+    `replies` is the descriptor from which replies are read. `protocol_error` is None, or the reason if the
+    process has violated the protocol; after that no further reply of the process may be used.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ContainedProcess:
 
         _relay_output(self.process.stderr, self.process.pid)
 
-        # Requests are written by a thread: code that hangs does not read, and must not block the trainer.
+        # A thread writes the requests: a process that hangs does not read, and must not block the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(
             target=self._write_requests,
@@ -153,9 +153,10 @@ class ContainedProcess:
         os.set_blocking(self.replies, False)
 
     def _write_requests(self, stream: IO[bytes]) -> None:
-        """Write requests in order, on the writer's thread; end the process if one cannot be written.
+        """Write requests in order, on the writer's thread.
 
-        Otherwise the trainer would wait for the reply to a request that was never sent.
+        If a request cannot be written, the process is ended: otherwise the trainer would wait for the reply
+        to a request that was never sent.
         """
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -165,12 +166,12 @@ class ContainedProcess:
             self.protocol_error = f"a request could not be written to the process: {error!r}"
             self.process.terminate()
 
-    def ask(self, request: Any) -> None:
-        """Send a request. If the process has ended, reading the reply reports it."""
+    def send_request(self, request: Any) -> None:
+        """Queue a request. If the process has ended, reading the reply reports that."""
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
     def load(self, spec: str, *arguments: Any) -> dict[str, Any]:
-        """Load ``spec`` in the process, and return its first reply; raises LoadFailed.
+        """Load ``spec`` in the process and return the process's first reply; raise LoadFailed if that fails.
 
         ``arguments`` are sent to the serving function with ``spec``.
         """
@@ -178,7 +179,7 @@ class ContainedProcess:
         search_path = [entry or os.getcwd() for entry in sys.path]
         if os.getcwd() not in search_path:
             search_path.append(os.getcwd())
-        self.ask(((search_path, active_copies()), spec, *arguments))
+        self.send_request(((search_path, active_copies()), spec, *arguments))
 
         deadline = time.monotonic() + LOAD_SECONDS
         frames: list[dict[str, Any]] = []
@@ -206,7 +207,7 @@ class ContainedProcess:
 
     def frames(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete replies that have arrived, and whether the process's output is still open."""
-        # Drain the pipe without blocking; an empty read is its end.
+        # Read everything in the pipe without blocking; an empty read means that the pipe was closed.
         while True:
             try:
                 data = os.read(self.replies, 1 << 16)
@@ -245,12 +246,12 @@ class ContainedProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STATUS_SECONDS)
         if self.process.poll() is None:
-            # The supervisor finds descendants in any session.
+            # On SIGTERM the supervisor also ends descendants in other sessions.
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KILL_SECONDS)
 
-        # Processes in the session of a supervisor that was killed.
+        # If the supervisor was killed itself, end the processes that remain in its session.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -266,9 +267,9 @@ class ContainedProcess:
 
 
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
-    """Return the protections that this kernel does not enforce for ``limits``; raises LoadFailed.
+    """Return the protections that this kernel does not enforce for ``limits``; raise LoadFailed.
 
-    A contained process is started to find out, once for equal limits: a kernel does not change.
+    A contained process is started to test them. The result is cached, since the kernel does not change.
     """
     return list(_not_enforced(json.dumps(limits, sort_keys=True)))
 
@@ -293,7 +294,7 @@ def serve_nothing(
 
 
 class Holder(Protocol):
-    """An object with a contained process."""
+    """Object that has a contained process."""
 
     process: ContainedProcess
 
@@ -326,7 +327,7 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 def mark_unpaired_surrogates(value: Any) -> bool:
     """Return whether a value read from JSON contains an unpaired surrogate, which UTF-8 cannot encode.
 
-    `INVALID_TEXT` is added to each mapping that contains one, so that its sample alone can be refused.
+    `INVALID_TEXT` is added to each mapping that contains one, so that only its sample is refused.
     """
     if isinstance(value, str):
         return not value.isascii() and replace_surrogates(value) != value
@@ -352,12 +353,12 @@ def escape_unprintable(text: str) -> str:
     return _escape(replace_surrogates(text), "\n\t")
 
 
-def _escape(text: str, retained: str) -> str:
-    """Escape unprintable characters other than those in ``retained``."""
+def _escape(text: str, allowed: str) -> str:
+    """Escape unprintable characters that are not in ``allowed``."""
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in retained else ascii(character)[1:-1]
+        character if character.isprintable() or character in allowed else ascii(character)[1:-1]
         for character in text
     )
 
@@ -377,7 +378,7 @@ class Requests:
         self._replies = replies
 
     def read(self) -> Any:
-        """Return the next request of the trainer; raises EOFError when the trainer has closed the pipe."""
+        """Return the next request of the trainer; raise EOFError if the trainer has closed the pipe."""
         header = self._requests.read(HEADER.size)
         if len(header) < HEADER.size:
             raise EOFError
@@ -388,14 +389,15 @@ class Requests:
         _write_frame(self._replies, json.dumps(value).encode())
 
     def refuse(self, error: BaseException) -> None:
-        """Reply that the code could not be loaded, with the last frames outside of this package."""
+        """Reply that the code could not be loaded, with the last stack frames outside of this package."""
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith((_PACKAGE, "<frozen importlib"))
         ]
 
-        # Without frames, as for a wrong name, the error alone is enough; a syntax error has its position.
+        # Without frames, as for a wrong name, the error needs no details, except for the position of a syntax
+        # error.
         details = ""
         if frames or isinstance(error, SyntaxError):
             lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
@@ -404,14 +406,14 @@ class Requests:
 
 
 def set_module_sources(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
-    """Import modules in this process as the trainer does: by its search path, from the run's copies."""
+    """Make this process import modules like the trainer: by its search path, from the run's copies."""
     search_path, copies = modules
     sys.path[:] = search_path
     use_copies(copies)
 
 
 def load_callable(spec: str) -> Any:
-    """Return the callable ``module:name`` or ``file.py:name``; raises the exceptions of the import."""
+    """Return the callable ``module:name`` or ``file.py:name``; raise the exceptions of the import."""
     module, _, name = spec.rpartition(":")
     value: Any = load_module(module)
     for attribute in name.split("."):
@@ -422,10 +424,10 @@ def load_callable(spec: str) -> Any:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an exception's text with its last frames, and the limit that probably caused it."""
+    """Return an exception's text with its last stack frames, and the limit that probably caused it."""
     formatted = "".join(traceback.format_exception(error, limit=-3))
     lines = formatted.strip().split("\n")
-    # Without the lines of `^` and `~` that Python prints below code.
+    # Remove the lines of `^` and `~` that Python prints below code.
     text = "\n".join(line for line in lines if not line or line.strip(" ^~"))
     number = error.errno if isinstance(error, OSError) else None
     if number not in _LIMIT_BY_ERRNO:
@@ -443,14 +445,14 @@ def main() -> None:
     isolation = isolate(limits, Visible(**json.loads(sys.argv[3])))
     worker = os.fork()
     if worker:
-        # With the pipes open here too, the trainer would not notice the worker's end.
+        # Close the pipes: while they are open here, the trainer would not notice that the worker has ended.
         os.close(0)
         os.close(1)
         os._exit(supervise(worker, trainer, limits, isolation))
     unenforced = enter(limits, isolation)
 
-    # Duplicates are not inherited by programs that the code starts. Prints of the code go to standard error:
-    # standard output is for replies alone.
+    # Programs that the code starts do not inherit the duplicated descriptors. The code's standard output is
+    # redirected to standard error, since the original one is only for replies.
     request_stream = os.fdopen(os.dup(0), "rb")
     reply_stream = os.fdopen(os.dup(1), "wb")
     requests = Requests(request_stream, reply_stream)
@@ -459,5 +461,5 @@ def main() -> None:
 
     load_callable(sys.argv[1])(requests, limits, unenforced)
     sys.stdout.flush()
-    # Without waiting for threads that the code left running.
+    # Exit without waiting for threads that the code has left running.
     os._exit(0)

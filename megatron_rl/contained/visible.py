@@ -1,9 +1,9 @@
-"""The files and environment variables that contained code is allowed to see, and no others.
+"""The files and environment variables that are visible to contained code; all others are hidden.
 
 A path is visible because the interpreter needs it (its installation, folders of modules, libraries of the
-system), because the code is in it, or because ``limits.read`` names it. Of a folder with many purposes (`/`,
-a home, `/tmp`) only Python files and packages are visible: a run may be started in it, and it may contain a
-user's keys.
+system), because the code is in it, or because ``limits.read`` names it. In a shared folder (`/`,
+a home, `/tmp`) only Python files and packages are visible: a run may be started in such a folder, and it may
+contain a user's keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = (
     "services",
     "timezone",
 )
-"""Files of /etc that programs expect and that contain nobody's data."""
+"""Files of /etc that programs expect and that contain no user's data."""
 NETWORK_SETTINGS = (
     "ca-certificates",
     "gai.conf",
@@ -58,9 +58,9 @@ _SHARED_FOLDERS = frozenset(
         *("/srv", "/sys", "/tmp", "/var", "/var/tmp"),
     }
 )
-"""Folders with many purposes, besides those of users."""
+"""Folders that contain files of several programs or users, in addition to the homes of users."""
 _MAX_LINKS = 40
-"""Symbolic links that the kernel follows in one path."""
+"""Largest number of symbolic links that the kernel follows in one path."""
 
 VARIABLES = frozenset(
     {
@@ -71,7 +71,7 @@ VARIABLES = frozenset(
         *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"),
     }
 )
-"""Allowed environment variables, besides those of `PREFIXES`."""
+"""Allowed environment variables, in addition to variables with one of `PREFIXES`."""
 PREFIXES = (
     *("LC_", "MALLOC_", "PYTHON", "TORCH_"),
     *("BLIS_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
@@ -85,14 +85,14 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 @dataclass(frozen=True)
 class Visible:
-    """The absolute paths that contained code sees."""
+    """Absolute paths that are visible to contained code."""
 
     packages: tuple[str, ...]
     """Parts of installations, always read-only."""
     folders: tuple[str, ...]
-    """Folders and files that modules are imported from. Hidden entries (`.env`, `.git`, `.ssh`) are not."""
+    """Folders and files from which modules are imported, without hidden entries (`.env`, `.git`, `.ssh`)."""
     read: tuple[str, ...]
-    """Paths that the user names, with their hidden entries."""
+    """Paths that the user names, including their hidden entries."""
     writable: bool
     """Whether code may write to ``folders`` and ``read``."""
 
@@ -131,13 +131,13 @@ def visible_paths(
     """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
 
     ``read`` are the paths that the user names. With ``write`` the current folder is visible too, even if it
-    has many purposes.
+    is shared.
     """
     packages = [*_interpreter(), *_programs()]
     if network:
         packages += [os.environ[name] for name in CERTIFICATES if os.environ.get(name)]
 
-    # The search path of modules, and the folder of the code's own file.
+    # Modules are imported from the search path and from the folder of the code's own file.
     folders = [entry or os.getcwd() for entry in sys.path]
     folders.append(os.getcwd())
     module = code.rpartition(":")[0]
@@ -153,10 +153,10 @@ def visible_paths(
 
 
 def is_shared(folder: str) -> bool:
-    """Return whether a folder has many purposes: `/`, `/tmp` and the like, a home, or a parent of one."""
+    """Return whether several programs share a folder: `/`, `/tmp` and others, a home, or a parent of one."""
     path = os.path.realpath(folder)
     homes = {os.path.realpath(os.path.expanduser("~"))}
-    # A container's user may have no entry.
+    # In a container the user may have no entry in the user database.
     with contextlib.suppress(KeyError):
         homes.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
     if path in _SHARED_FOLDERS or os.path.dirname(path) == "/home":
@@ -165,7 +165,7 @@ def is_shared(folder: str) -> bool:
 
 
 def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the symbolic links on the way to an absolute path, each with its target, and the real path."""
+    """Return the symbolic links in an absolute path, each with its target, and the real path."""
     links: list[tuple[str, str]] = []
     # Components that are not resolved yet, the next one last.
     components = _reversed_components(path)
@@ -196,7 +196,7 @@ def _reversed_components(path: str) -> list[str]:
 
 
 def _interpreter() -> Iterator[str]:
-    """Yield the installation of this process's Python; of one in a folder with many purposes, its parts."""
+    """Yield the folders of this process's Python installation; of a shared folder, only Python's parts."""
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
     for prefix in {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}:
@@ -205,7 +205,7 @@ def _interpreter() -> Iterator[str]:
         else:
             yield prefix
 
-    # Libraries of the interpreter itself may be anywhere: modules of a cluster, environments of Conda.
+    # Libraries of the interpreter may be anywhere, as with a cluster's modules or environments of Conda.
     folders: set[str] = set()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -227,14 +227,14 @@ def _programs() -> Iterator[str]:
 
 
 def _is_in_home(folder: str) -> bool:
-    """Return whether a folder is below a home, /tmp or /run, where users keep files of their own."""
+    """Return whether a folder is below a home, /tmp or /run, where users store their own files."""
     path = os.path.realpath(folder)
     roots = ("/root", "/home", "/tmp", "/run", os.path.realpath(os.path.expanduser("~")))
     return any(path.startswith(f"{root}/") for root in roots if root != "/")
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield a folder of modules; of one with many purposes, its Python files and packages."""
+    """Yield a folder of modules; of a shared folder, only its Python files and packages."""
     if not is_shared(folder):
         yield folder
         return
@@ -261,7 +261,7 @@ def _editable_packages() -> Iterator[str]:
 
 
 def _existing(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the absolute paths that exist, each once."""
+    """Return the absolute, existing paths without duplicates."""
     existing: dict[str, None] = {}
     for path in paths:
         if os.path.isabs(path) and os.path.exists(path):

@@ -1,14 +1,14 @@
 """Text and tokens that a chat template makes of conversations, turn by turn.
 
-A chat template renders complete conversations only, and may render an old turn differently from the sampled
-one. The one idea: the text between two turns is taken from a conversation made up for the purpose.
-``[…, assistant(SENTINEL), *new]`` is rendered, and everything after the sentinel is the *tail*: the close of
-the turn, the new messages, and the opening of the next turn. A turn that is trained on is the text that the
-template writes after the opening of the turn, up to the first token that ends a response. So sampled turns
-are never tokenised again.
+A chat template renders only complete conversations, and may render an old turn differently from the sampled
+text. The one idea: the text between two turns comes from an artificial conversation. The template renders
+``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the close of the turn,
+the new messages, and the opening of the next turn. A turn that is trained on is the text that the template
+writes after the opening of the turn, up to the first token that ends a response. So sampled turns are never
+tokenised again.
 
-The module also decides which tokens of a response people and rewards see (`VisibleText`). It imports neither
-torch nor transformers: `check` reads the same texts as a run.
+The module also defines which tokens of a response are in the text for rewards and logs (`VisibleText`). It
+imports neither torch nor transformers, so that `check` renders the same texts as a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SENTINEL = "⸢turn⸣"
-"""Content of a made-up turn: two rare brackets, so that no template and no message holds the same text."""
+"""Content of an artificial turn: rare brackets, so that no template and no message contains the same text."""
 _QUESTION = ({"role": "user", "content": "a"},)
 _FOLLOW_UP = ({"role": "user", "content": "Go on."},)
 _SENTINEL_TURN = {"role": "assistant", "content": SENTINEL}
@@ -54,12 +54,12 @@ NAMED_TOKENS = (
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take: no null fields, arguments of calls as objects.
+    """Return messages in the form that chat templates expect: no null fields, arguments of calls as objects.
 
-    Tables have null in a message that lacks a field, and OpenAI's format has the arguments of a call as JSON
+    Tables have null for a field that a message lacks, and OpenAI's format has the arguments of a call as JSON
     text.
     """
-    # Templates test whether a field is defined: a null one would count as present.
+    # Templates test whether a field is defined: a null field would count as present.
     cleaned_messages = []
     for message in messages:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -73,7 +73,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
-    # Text that is not JSON is not changed: the template may print it.
+    # Keep text that is not JSON: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -84,19 +84,20 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _has_thoughts(message: Message) -> bool:
+    """Return whether a message contains thoughts, in a separate field or in its content."""
     return bool(message.get("reasoning_content")) or "</think>" in str(message.get("content") or "")
 
 
 def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
-    """Return ``text`` up to the first of its trailing end tokens; None for a text without one.
+    """Return ``text`` up to and including the first of its trailing end tokens, or None if it has none.
 
-    Whitespace after and between these tokens does not belong to a response.
+    Whitespace after and between these tokens is not part of the response.
 
     Example:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
         '4<end>'
     """
-    # Remove end tokens from the back; the last length is that of the text with its first end.
+    # Remove end tokens from the back. The last length is that of the text with only its first end token.
     remainder = text.rstrip()
     length = None
     while end := next((end for end in ends if remainder.endswith(end)), None):
@@ -109,7 +110,7 @@ def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
 
 
 def leading_end(text: str, ends: Sequence[str]) -> str:
-    """Return the whitespace and the end token that ``text`` begins with; empty without an end token."""
+    """Return the whitespace and the end token at the start of ``text``, or "" without an end token."""
     stripped = text.lstrip()
     end = next((end for end in ends if stripped.startswith(end)), None)
     if end is None:
@@ -127,31 +128,31 @@ class TrainedConversation:
     """
 
     prompt: str
-    """Rendered messages in front of the first trained turn, with the opening of that turn."""
+    """Rendered messages before the first trained turn, with the opening of that turn."""
     pieces: list[str]
     """Turns of the assistant (even indices) and the texts between them (odd indices)."""
     as_written: bool
     """Whether the template renders the complete conversation to the same text.
 
-    False for a template that leaves out the thoughts of earlier turns or moves tools to a later message.
+    False for a template that omits the thoughts of earlier turns, or moves tools to a later message.
     """
 
 
 class ConversationText:
     """Texts of conversations under a chat template.
 
-    ``ends`` are the texts of the tokens that end responses. Methods raise UserError if the template
-    refuses messages or leaves out their content.
+    ``ends`` are the texts of the tokens that end responses. Methods raise UserError if the template raises an
+    error for messages or omits their content.
     """
 
     def __init__(self, renderer: TemplateRenderer, ends: Sequence[str] = ()) -> None:
         self._renderer = renderer
         self._has_steady_tails = False
-        # Longest first: one end may be the beginning of another.
+        # Longest first, since one end token may be a prefix of another.
         self.ends = sorted(ends, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """Return messages followed by the opening of the assistant's turn."""
+        """Render messages, followed by the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
 
@@ -160,7 +161,7 @@ class ConversationText:
         if self._has_steady_tails:
             return
 
-        # Other histories than the question alone: a system message, and an earlier exchange.
+        # Compare with two other histories: one with a system message, and one with an earlier exchange.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -171,27 +172,27 @@ class ConversationText:
         )
         tails = {self.tail(_FOLLOW_UP)}
         for history in histories:
-            with suppress(UserError):  # a template may refuse some roles
+            with suppress(UserError):  # a template may reject some roles
                 tails.add(self.tail(_FOLLOW_UP, history))
         if len(tails) > 1:
             raise _template_error("the text after a turn depends on the earlier messages", sorted(tails))
         self._has_steady_tails = True
 
     def tail(self, new: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
-        """Return the text between a turn that follows ``history`` and the next turn, with ``new`` in between.
+        """Return the text from the end of a turn after ``history`` to the start of the next turn.
 
-        Raises UserError if the template leaves out the content of a message.
+        It contains the messages ``new``. Raises UserError if the template omits the content of one.
         """
         tail = self._after_sentinel([*history, _SENTINEL_TURN, *new])
         for index, message in enumerate(new):
             if str(message.get("content") or "").strip() in tail:
                 continue
 
-            # The template may write the content differently, such as escaped. It leaves the content out if
-            # another content makes no difference.
-            changed = list(new)
-            changed[index] = {**message, "content": "?"}
-            if self._after_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
+            # The template may write the content in another form, such as escaped. It omits the content if
+            # the rendered text is equal for another content.
+            changed_messages = list(new)
+            changed_messages[index] = {**message, "content": "?"}
+            if self._after_sentinel([*history, _SENTINEL_TURN, *changed_messages]) == tail:
                 raise _template_error(
                     f"it omits the content of a message of the role {message.get('role')}", [tail]
                 )
@@ -199,10 +200,10 @@ class ConversationText:
 
     @cached_property
     def after_turn(self) -> str | None:
-        """Text that the template writes after a turn; None if it renders no question with an answer.
+        """Text that the template writes after a turn, or None if it renders no question with an answer.
 
-        Some templates write nothing there and end a turn by opening the next one: then it is the text between
-        the turn and the next question.
+        Some templates write nothing there and end a turn by opening the next message: then it is the text
+        from the turn to the end of the next question.
         """
         with suppress(UserError):
             close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], opens=False)
@@ -229,7 +230,7 @@ class ConversationText:
 
     @cached_property
     def opening(self) -> str:
-        """Text that opens the assistant's turn; empty for a template that writes none."""
+        """Text that opens the assistant's turn, or "" for a template that writes none."""
         with suppress(UserError):
             closed, opened = self._render(Rendering(_QUESTION, None, False), Rendering(_QUESTION))
             if opened.startswith(closed):
@@ -237,12 +238,12 @@ class ConversationText:
         return ""
 
     def response(self, text: str) -> str:
-        """Return a response of text as the template would write it after its prompt.
+        """Return a response that is given as text in the form in which the template writes a turn.
 
-        A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
-        and the response has exactly one end.
+        A repeated opening of the turn and a repeated BOS are removed, missing leading whitespace is added,
+        and the response ends with exactly one end token.
         """
-        # Data sets that were rendered before often repeat the opening and the BOS.
+        # In data sets that are already rendered, responses often repeat the opening and the BOS.
         opening = self.opening.strip()
         if opening and text.lstrip().startswith(opening):
             text = text.lstrip()[len(opening) :].lstrip("\n")
@@ -288,8 +289,9 @@ class ConversationText:
                 pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
-            # A turn without thoughts is trained on as later turns show it: some templates write empty
-            # thoughts into the last turn only. A turn with thoughts keeps them, though later turns lack them.
+            # A turn without thoughts is trained on in the form that it has before later turns: some templates
+            # write empty thoughts only into the last turn. A turn with thoughts keeps them, although the
+            # template omits them once later turns follow.
             next_index = turn_indices[number + 1]
             tail = self.tail(response_messages[index + 1 : next_index], history)
             (later,) = self._render(Rendering([*prompt_messages, *response_messages[:next_index]], tools))
@@ -297,7 +299,7 @@ class ConversationText:
             if is_steady and not _has_thoughts(message):
                 turn = later[len(opening) : len(later) - len(tail)]
 
-            # An end token in front of the next message belongs to the turn: the policy samples it.
+            # An end token before the next message is part of the turn: the policy samples it.
             end = leading_end(tail, self.ends)
             has_end = cut_at_end(turn, self.ends) is not None
             pieces.append(turn if has_end else turn + end)
@@ -310,7 +312,7 @@ class ConversationText:
 
     @cached_property
     def _turn_end(self) -> str:
-        """Whitespace and end token that the template writes after a turn; empty without an end token."""
+        """Whitespace and end token that the template writes after a turn, or "" without an end token."""
         return leading_end(self.after_turn or "", self.ends)
 
     def _turn(
@@ -321,13 +323,13 @@ class ConversationText:
         opening: str,
         conversation: str,
     ) -> str:
-        """Return the text of a turn in a rendered ``conversation``, with the end token that closes it.
+        """Return the text of the last turn in a rendered ``conversation``, with the end token that closes it.
 
-        ``opening`` is ``history`` with the turn opened. Raises UserError for a template that leaves out calls
-        or thoughts, or that does not write the turn after its opening.
+        ``opening`` is the rendered ``history`` with the opening of the turn. Raises UserError for a template
+        that omits calls or thoughts, or that does not write the turn after its opening.
         """
         content = str(message.get("content") or "")
-        # Calls and thoughts that a template does not write would silently be missing from the training data.
+        # Calls and thoughts that a template omits would silently be missing from the training data.
         further_fields = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
         if further_fields:
             content_alone = {"role": "assistant", "content": content}
@@ -344,14 +346,17 @@ class ConversationText:
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
 
-        # The opening has a mark of thoughts that the template leaves out of a rendered turn: the turn is then
-        # the content of the message.
+        # The opening may start thoughts with a tag that the template omits from a rendered turn. The turn is
+        # then the content of the message.
         elif not further_fields:
             return cut_at_end(content, self.ends) or content
         raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
 
     def _after_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
-        """Return the text after the sentinel turn of ``messages``; raises UserError if it is not unique."""
+        """Return the text after the sentinel in the rendered ``messages``.
+
+        ``opens``: whether the next turn is opened. Raises UserError unless the sentinel occurs exactly once.
+        """
         (text,) = self._render(Rendering(messages, tools, opens))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
@@ -359,12 +364,12 @@ class ConversationText:
         return tail
 
     def _render(self, *renderings: Rendering) -> list[str]:
-        """Return the text of each rendering; raises UserError for messages that the template refuses."""
-        cleaned = [
+        """Return the text of each rendering; raises UserError for messages that the template rejects."""
+        cleaned_renderings = [
             rendering._replace(messages=template_messages(rendering.messages)) for rendering in renderings
         ]
         texts = []
-        for text in self._renderer.render_all(cleaned):
+        for text in self._renderer.render_all(cleaned_renderings):
             if isinstance(text, RenderRefused):
                 raise _template_error("it refuses the messages", [str(text)])
             texts.append(text)
@@ -372,6 +377,7 @@ class ConversationText:
 
 
 def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
+    """Return the error for a template that cannot render conversations turn by turn."""
     return UserError(
         f"conversations cannot be made with this chat template: {reason}",
         where="the chat template of model.path",
@@ -392,7 +398,7 @@ class TurnEnd:
 
     text: str
     token: int | None
-    """Id of the added token that the text begins with, None for ordinary text."""
+    """Id of the added token at the start of the text, or None if it starts with ordinary text."""
 
 
 def find_turn_end(
@@ -401,7 +407,7 @@ def find_turn_end(
     added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
-    """Return the text that ends a turn under a template; None if it renders no question with an answer.
+    """Return the text that ends a turn under a template, or None if it renders no question with an answer.
 
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS after a turn belongs to the next turn.
@@ -409,7 +415,7 @@ def find_turn_end(
     if text.after_turn is None:
         return None
 
-    # 200 characters hold the longest end token, and encoding them is cheap.
+    # 200 characters contain the longest end token, and encoding them is cheap.
     close = text.after_turn.lstrip()
     ids = list(encode(close[:200]))
     if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
@@ -420,16 +426,16 @@ def find_turn_end(
 def turn_end_mismatch(
     end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
 ) -> UserError | None:
-    """Return the warning about a template that ends turns with a token unnamed in the model's files.
+    """Return a warning if the template ends turns with a token that is not an end in the model's files.
 
-    ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
+    ``ends`` are the tokens that the files define as ends of responses, and ``end_texts`` their texts.
     """
     if end is None or end.token in ends:
         return None
 
     if end.token is None:
         return UserError(
-            "the chat template ends turns with no token of its own",
+            "the chat template ends turns without an end token",
             where="model.path",
             expected=f"one of the tokens that end responses ({end_texts}) after each turn of the assistant",
             got=repr(end.text[:40]) if end.text else "nothing",
@@ -443,8 +449,8 @@ def turn_end_mismatch(
         where="model.path",
         expected=f"one of the tokens that end responses there: {end_texts}",
         got=f"{token} (id {end.token}); responses to prompts of the template end there, too",
-        fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, for whoever uses the model "
-        "after the run",
+        fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, so that other "
+        "programs end responses there, too",
     )
 
 
@@ -461,10 +467,10 @@ def added_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, ...]:
-    """Return the token ids that a model's files name as ends of responses, the tokenizer's EOS first.
+    """Return the token ids that a model's files define as ends of responses, the tokenizer's EOS first.
 
-    As in transformers, config.json counts only if generation_config.json names none. It often has a default
-    that was not chosen, so only added tokens count there.
+    As in transformers, config.json is read only if generation_config.json defines none. Its value is often a
+    library default, so only ids of added tokens are read there.
     """
     ids: list[int] = []
     if tokenizer.eos_token_id is not None:
@@ -484,7 +490,7 @@ def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
 
 
 def _eos_token_ids(file: Path) -> list[int]:
-    """Return the ids in a file's ``eos_token_id``, none for a file that is absent or malformed."""
+    """Return the ids in a JSON file's ``eos_token_id``; no ids for an absent or malformed file."""
     values: Any = None
     with suppress(OSError, ValueError, RecursionError):
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -495,7 +501,7 @@ def _eos_token_ids(file: Path) -> list[int]:
 
 
 def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
-    """Return the added tokens that a chat template writes around messages."""
+    """Return the added tokens that a chat template writes around messages; empty without a template."""
     if renderer is None:
         return set()
 
@@ -510,8 +516,8 @@ class VisibleText:
     """Decoder of responses for rewards, environments and stored samples.
 
     Special tokens that a user added for responses, such as ``<answer>``, are part of the text. Tokens that
-    only frame a turn are not: the ends of responses, the tokenizer's BOS, EOS, padding and the like, and the
-    marks that the chat template writes around messages.
+    only delimit a turn are not: the tokens that end responses, the tokenizer's BOS, EOS, padding and similar
+    tokens, and those that the chat template writes around messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -519,18 +525,19 @@ class VisibleText:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Ids of the tokens that only frame a turn."""
-        # Ends of responses, tokens that are named by their purpose, and marks around messages.
+        """Ids of the tokens that only delimit a turn, which are omitted from the text."""
+        # Tokens that end responses, and tokens with a named purpose such as BOS.
         tokenizer = self._tokenizer
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
         for name in NAMED_TOKENS:
-            number = getattr(tokenizer, f"{name}_id", None)
-            if number is not None:
-                ids.add(number)
+            token_id = getattr(tokenizer, f"{name}_id", None)
+            if token_id is not None:
+                ids.add(token_id)
 
+        # Tokens that the template writes around messages.
         added_texts = added_tokens(tokenizer)
-        marks = template_tokens(renderer_of(tokenizer), added_texts.values())
-        ids.update(number for number, text in added_texts.items() if text in marks)
+        delimiters = template_tokens(renderer_of(tokenizer), added_texts.values())
+        ids.update(token_id for token_id, text in added_texts.items() if text in delimiters)
         return frozenset(ids)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -549,26 +556,27 @@ class VisibleText:
 
 
 def text_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts in front of a text, such as a BOS.
+    """Return the tokens that the tokenizer prepends to a text, such as a BOS.
 
-    Some tokenizers also append an EOS to a text. It is left out: a prompt ends where the response begins.
+    Some tokenizers also append an EOS to a text. It is not part of the result, since the response must follow
+    the prompt directly.
     """
-    # A tokenizer with a small vocabulary may have no token for some of these texts.
+    # A tokenizer with a small vocabulary may have no token for some of these texts: use the first with one.
     samples = ("a", "1", " ")
     sample = next((text for text in samples if tokenizer.encode(text, add_special_tokens=False)), "")
 
     tokens = tokenizer.encode(sample, add_special_tokens=False)
-    framed_tokens = tokenizer.encode(sample)
-    for start in range(len(framed_tokens)):
-        if framed_tokens[start : start + len(tokens)] == tokens:
-            return framed_tokens[:start]
+    tokens_with_special = tokenizer.encode(sample)
+    for start in range(len(tokens_with_special)):
+        if tokens_with_special[start : start + len(tokens)] == tokens:
+            return tokens_with_special[:start]
     return []
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Return tokens with a prefix in front, which may overlap with their beginning.
+    """Prepend a prefix to tokens, or only its part that the tokens do not already start with.
 
-    Prompts that were rendered and stored as text begin with the text of the BOS.
+    Prompts that are stored as rendered text already start with the BOS.
     """
     for start in range(len(prefix)):
         if tokens[: len(prefix) - start] == prefix[start:]:
@@ -580,24 +588,23 @@ class ChatFormat(Protocol):
     """Tokens of prompts, and of the text between a turn of the policy and the next."""
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """Return the tokens of a prompt of ``messages``, with ``tools``; raises UserError."""
+        """Return the tokens of a prompt of ``messages`` and ``tools``; raises UserError for invalid ones."""
         ...
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a turn and the next one, with the observed ``messages`` in between.
+        """Return the tokens from the end of a turn to the start of the next, with the observed ``messages``.
 
-        ``last`` is the stop token that ended the turn, which is not repeated; None for a turn that reached a
-        limit.
+        ``last`` is the stop token that ended the turn, which is not repeated, or None if a limit ended it.
         """
         ...
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of a response, see `VisibleText`; with ``special`` every token of it."""
+        """Return the text of a response as `VisibleText` does, or with ``special`` that of all tokens."""
         ...
 
 
 class PlainText:
-    """Chat format without a template: messages are joined as they are."""
+    """Chat format without a template: the contents of messages are concatenated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -606,7 +613,7 @@ class PlainText:
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """See `ChatFormat.start`."""
         if tools:
-            raise _template_error("it has no place for tools", ["prompts without a chat template"])
+            raise _template_error("it cannot render tools", ["prompts without a chat template"])
         text = "".join(message["content"] for message in messages)
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return with_prefix(text_prefix(self._tokenizer), tokens)
@@ -652,8 +659,8 @@ class ChatTemplate(PlainText):
         if last not in tokens:
             return tokens
 
-        # Only whitespace may precede the end of the turn. Behind other text it is the end of a later
-        # message, and the policy has ended its turn with another token.
+        # The token closes the policy's turn only if nothing but whitespace precedes it. After other text it
+        # closes a later message, and the policy ended its turn with a different token.
         end = tokens.index(last)
         if self._tokenizer.decode(tokens[:end]).strip():
             return tokens
@@ -661,9 +668,9 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: of the data's prompts, and of conversations that an environment opens.
+    """Chat formats of a run: for the prompts of its data, and for conversations that an environment opens.
 
-    ``templated`` is whether the prompts of the data went through the tokenizer's chat template.
+    ``templated``: whether the prompts of the data are rendered by the tokenizer's chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
@@ -672,9 +679,9 @@ class ChatFormats:
 
     @cached_property
     def opened(self) -> ChatFormat:
-        """Format of the conversations that an environment opens: the template, if there is one.
+        """Format of conversations that an environment opens: the chat template if there is one, else text.
 
-        It applies even if the prompts of the data are text: an environment opens with messages.
+        The template is used even if the prompts of the data are text, since an environment supplies messages.
         """
         if getattr(self.tokenizer, "chat_template", None):
             return ChatTemplate(self.tokenizer)

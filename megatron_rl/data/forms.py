@@ -1,10 +1,10 @@
-"""Records as OpenAI, TRL, verl, ShareGPT, OpenRLHF and axolotl write them, read into one form.
+"""Conversion of records in the forms of OpenAI, TRL, verl, ShareGPT, OpenRLHF and axolotl to one normal form.
 
 The one idea: every record passes `RecordReader.read` once, in `check` as in a run, so that both accept the
-same records and no other module meets another form. In that form a prompt is text or a list of messages, a
-message has a role and a text, the arguments of a call are an object, and tools are a list of objects. A value
-that cannot be read into it is an error that names the record and the message. A field or key that nothing
-reads is a warning, once per data set.
+same records and no other module handles another form. In the normal form a prompt is text or a list of
+messages, a message has a role and a text, the arguments of a call are an object, and tools are a list of
+objects. A value that cannot be converted is an error that names the record and the message. A field or key
+that nothing reads is a warning, once per data set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_rl.data.messages import (
     require_prompt,
     require_responses,
     require_template_for,
-    with_inner,
+    with_nested_fields,
 )
 from megatron_rl.data.records import Record, require_characters
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.user_code import find_module
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
-"""Roles of chat templates; a template may name more."""
+"""Roles that chat templates use; a template may define more."""
 _ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -48,17 +48,17 @@ _ROLE_ALIASES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-"""Roles of ShareGPT and of OpenAI's former functions, with the role that templates have for them."""
+"""Role of ShareGPT or of OpenAI's former functions -> role in chat templates."""
 _SHAREGPT_CALL = ("function_call", "tool_call")
-"""Roles of ShareGPT whose text is the JSON of calls."""
+"""Roles of ShareGPT whose text is JSON of tool calls."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that hold text, in OpenAI's two interfaces."""
-_LEARNED_IF = ("weight", "training", "train", "loss", "step_loss_mask")
-"""Keys that are true in a message that is trained on: of OpenAI, axolotl (two), ms-swift and slime."""
-_LEARNED_UNLESS = ("masked",)
-"""Keys that are false in a message that is trained on: of torchtune."""
-_PARTLY_LEARNED = ("training_detail", "train_detail")
-"""Keys of axolotl that mark spans of a message."""
+"""Types of content parts that contain text, in OpenAI's two interfaces."""
+_TRAINED_IF_TRUE = ("weight", "training", "train", "loss", "step_loss_mask")
+"""Keys that are true in a message that is trained on: from OpenAI, axolotl (two), ms-swift and slime."""
+_TRAINED_IF_FALSE = ("masked",)
+"""Keys that are false in a message that is trained on: from torchtune."""
+_SPAN_WEIGHTS = ("training_detail", "train_detail")
+"""Keys of axolotl that mark the trained spans of a message."""
 _SCHEMA_VALUES = ("default", "const", "example")
 """Keywords of JSON Schema whose value may be null."""
 _PROMPT_FIELDS = (
@@ -69,16 +69,16 @@ _PROMPT_FIELDS = (
     "chat_template_kwargs",
     "enable_thinking",
 )
-"""Fields that other projects put into the prompt."""
+"""Fields that other projects add to the prompt."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from)["']\s*:""")
-"""Beginning of messages as text: JSON, or the text that Python's ``str`` makes of a list of messages."""
+"""Beginning of messages in a text: JSON, or Python's ``str`` of a list of messages."""
 _LINKS = ("tool_call_id", "id", "index")
-"""Keys that link messages, and that most templates leave out."""
+"""Keys that link messages to tool calls, which most templates omit."""
 _GROUND_TRUTH = "ground_truth"
 _METADATA = "metadata"
 _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
-"""The package's own parser of verdicts, which reads the judge's answer alone."""
+"""The package's own parser of verdicts, which reads only the judge's answer."""
 
 
 # Settings that read the fields other than the prompt
@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Settings whose code or model reads fields of a record other than the prompt.
+    """Settings of the code or model that reads a record's fields other than the prompt.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -94,33 +94,33 @@ class Consumers:
     """
 
     ground_truth: str | None
-    """Setting that reads the ground truth, None for a run that needs none."""
+    """Setting of the code that reads the ground truth, or None if nothing does."""
     metadata: str | None
-    """Setting that gets all further fields, None for a run in which nothing does."""
+    """Setting of the code that gets all further fields, or None if nothing does."""
 
 
 REWARDED = Consumers("reward", "reward")
-"""A reward that may read the ground truth and every further field."""
+"""Consumers of a run with a reward that may read the ground truth and every further field."""
 
 
 def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Consumers:
     """Return the consumers of the records of ``data.train``, or of the named evaluation set.
 
-    A ground truth is required if anything may read it. No code is imported to decide that: a file that does
-    not contain the text ``ground_truth`` does not read one.
+    A ground truth is required if any code may read it. No code is imported to find out: a file that does not
+    contain the text ``ground_truth`` counts as not reading it.
     """
     readers = dict(_readers(config, evaluation_set))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
 def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
-    """Yield each field, ground truth or metadata, with a setting that reads it."""
+    """Yield pairs (field, setting): ``ground_truth`` or ``metadata``, and a setting whose code reads it."""
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
         for name, function in set_config.functions().items():
             yield from _read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
-    # An evaluation set without a reward of its own takes the run's.
+    # An evaluation set without a separate reward uses the run's.
     if set_config is None or set_config.reward is None:
         yield from _read_by_rewards(config)
     if config.rollout.environment is not None:
@@ -128,6 +128,7 @@ def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[st
 
 
 def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the pairs (field, setting) of the run's rewards."""
     reward = config.reward
     if reward.function is not None:
         yield from _read_by_code(reward.function, "reward.function")
@@ -141,6 +142,7 @@ def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
+    """Yield the pairs (field, setting) of a judge's template and parser."""
     key = "reward.judge.template"
     if "{" not in judge.template:
         yield from _read_by_code(judge.template, key)
@@ -151,7 +153,7 @@ def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields that the user's function or class may read; its file is searched, not imported."""
+    """Yield the pairs (field, setting) of a user's function or class; its file is searched, not imported."""
     yield _METADATA, key
 
     module, _, name = spec.rpartition(":")
@@ -179,30 +181,30 @@ class RecordReader:
     setting: str
     """Configuration key that names the data set, such as ``data.train``."""
     responses: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Fields of responses, with the settings that name them; empty for prompts that are sampled from."""
+    """Field of responses -> setting that names the field; empty for data whose responses are sampled."""
     every_turn: bool = False
-    """Whether all turns of a conversation are trained on, or the last alone; see `read_responses`."""
+    """Whether all turns of a conversation are trained on, or only the last; see `read_responses`."""
     consumers: Consumers = REWARDED
     """Settings that read the fields other than prompt and responses."""
     template: str | None = None
-    """Source of the chat template, which names further roles and keys; None if it is not available."""
+    """Source text of the chat template, which may contain further roles and keys; None if not available."""
 
     _first_prompt: tuple[bool, str] | None = field(default=None, init=False)
-    """Whether the first prompt is text, and its record."""
+    """Whether the first prompt is text, and the location of its record."""
     _unread_fields: dict[str, str] = field(default_factory=dict[str, str], init=False)
-    """Fields that nothing reads, with the first record of each."""
+    """Field that nothing reads -> location of the first record with it."""
     _unread_keys: dict[str, str] = field(default_factory=dict[str, str], init=False)
-    """Keys of messages that the template does not name, with the first record of each."""
+    """Key of messages that the template does not contain -> location of the first record with it."""
     _null_arguments: dict[str, str] = field(default_factory=dict[str, str], init=False)
-    """Arguments of calls that are null, with the first record of each."""
+    """Argument of a call that is null -> location of the first record with it."""
 
     def read(self, original: Record) -> Record:
-        """Return a record in the one form; raises UserError for one that cannot be read into it."""
+        """Convert a record to the normal form; raises UserError for a record that cannot be converted."""
         data = self.data
         responses = self.responses
-        record = with_inner(original, (*data.record_fields, *responses))
+        record = with_nested_fields(original, (*data.record_fields, *responses))
 
-        # Each value into the one form.
+        # Convert each value to the normal form.
         values = dict(record.values)
         self._note_unread_fields(values, record.where)
         for name in (data.prompt_field, *responses):
@@ -212,11 +214,11 @@ class RecordReader:
             values[data.tools_field] = self._tools(values[data.tools_field], record)
         record = replace(record, values=values)
 
-        # Splitting comes before the rules: it may make the field of a response out of the prompt's messages.
+        # Split before the rules: splitting may create the field of a response from the prompt's messages.
         if responses:
             record = read_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
 
-        # Fields that exist come before rules on their values.
+        # First require the fields, then validate their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
         self._require_one_kind(record)
@@ -224,12 +226,13 @@ class RecordReader:
         require_template_for(record, responses, data, self.setting)
         self._require_question(record)
         if not isinstance(record.values[data.prompt_field], str):
-            # JSON text inside a record may hold escapes that reading the record has not seen.
+            # Messages parsed from JSON text in a field may contain invalid escapes that the record's parser
+            # could not detect.
             require_characters(record.values, f"{record.where} ({self.setting})")
         return record
 
     def remarks(self) -> Iterator[UserError]:
-        """Yield the warnings about the records that have been read so far."""
+        """Yield the warnings about the records that were read so far."""
         if self._unread_fields:
             yield self._unread_fields_warning()
         if self._unread_keys:
@@ -248,7 +251,7 @@ class RecordReader:
             )
 
     def remark_lines(self) -> tuple[str, ...]:
-        """Return the warnings about `remarks`, a sentence each, for the console."""
+        """Return the warnings of `remarks` for the console, one line each."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
     def _warning_of(
@@ -259,7 +262,7 @@ class RecordReader:
         expected: str,
         fix: str,
     ) -> UserError:
-        """Return a warning that lists names, each with the first record that has it."""
+        """Return a warning about names; ``first_records`` maps each to the first record that has it."""
         return UserError(
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,
@@ -271,7 +274,7 @@ class RecordReader:
     # Rules on a complete record
 
     def _require_fields(self, record: Record) -> None:
-        """Raise UserError for a record without its prompt, a response, or a ground truth that is read."""
+        """Raise UserError for a record without prompt, response, or a ground truth that some code reads."""
         data = self.data
         other_fields = [data.tools_field, data.task_field]
         if not self.responses:
@@ -279,7 +282,7 @@ class RecordReader:
         require_last_answer(record, data.prompt_field, self.responses, self.setting)
         require_fields(record, data.prompt_fields | dict(self.responses), self.setting, other_fields)
 
-        # The ground truth, unless nothing can read it.
+        # The ground truth is required only if some code may read it.
         reader = self.consumers.ground_truth
         if self.responses or reader is None:
             return
@@ -290,7 +293,7 @@ class RecordReader:
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
     def _require_one_kind(self, record: Record) -> None:
-        """Raise UserError for messages in a data set whose first prompt is text and bypasses the template."""
+        """Raise UserError for a prompt of messages if the first prompt is text that bypasses the template."""
         prompt = record.values[self.data.prompt_field]
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
@@ -308,7 +311,7 @@ class RecordReader:
         )
 
     def _require_question(self, record: Record) -> None:
-        """Raise UserError for a prompt that ends with a turn of the assistant: another would follow it."""
+        """Raise UserError for a prompt that ends with the assistant's turn, since the response is another."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
             return
@@ -327,14 +330,14 @@ class RecordReader:
     # Prompts and responses
 
     def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
-        """Return a prompt or response as text or normalised messages; any other value unchanged."""
-        # JSON text of messages. Without the template, any text is the prompt itself.
+        """Return a prompt or response as text or normalised messages; return any other value unchanged."""
+        # The value may be JSON text of messages. Without the template, any text is the prompt itself.
         if isinstance(value, str) and self.data.chat_template is not False:
             messages = _messages_in(value)
             if messages is None and name == self.data.prompt_field:
                 self._reject_broken_messages(value, record)
             value = messages or value
-        # A single message, or columns of messages.
+        # The value may be a single message, or a mapping of columns.
         if isinstance(value, Mapping):
             messages = _messages_of_columns(value)
             if not messages and _is_message(value):
@@ -343,7 +346,7 @@ class RecordReader:
         if not isinstance(value, list) or not any(map(_is_message, value)):
             return value
 
-        # The number of a message is the user's only way to find it in a long conversation.
+        # Add the message's number to errors: without it the user cannot find it in a long conversation.
         messages = []
         for number, message in enumerate(value, start=1):
             try:
@@ -371,7 +374,7 @@ class RecordReader:
             )
 
     def _message(self, original: Any, record: Record) -> dict[str, Any]:
-        """Return a message with role, content and further keys; raises _MessageError."""
+        """Return a normalised message with role, content and further keys; raises _MessageError."""
         if not isinstance(original, Mapping):
             raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
@@ -387,7 +390,7 @@ class RecordReader:
         is_sharegpt = role is None
         result = self._role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
-        # Weights only have a meaning in the assistant's turns of given responses.
+        # Weights have a meaning only in the assistant's turns of given responses.
         _require_content(original, result)
         if self.responses and result["role"] == "assistant":
             _normalise_weight(result)
@@ -404,14 +407,14 @@ class RecordReader:
         location: str,
         is_sharegpt: bool,
     ) -> dict[str, Any]:
-        """Return a message whose role is one of a template and whose calls are a list of objects.
+        """Return a message with a role that templates use, and with its calls as a list of objects.
 
-        ``message`` are the further keys of the message, from which the calls are taken.
+        ``message`` contains the further keys of the message; keys of calls are removed from it.
         """
         if not isinstance(role, str):
             raise _MessageError("has no role", "a role, such as user or assistant", _excerpt(role))
 
-        # A role that the template itself names is never an alias.
+        # A role that the template itself contains is never replaced.
         if role in _SHAREGPT_CALL and role not in self._template_words:
             calls = _sharegpt_calls(content, role)
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
@@ -437,11 +440,11 @@ class RecordReader:
         return result
 
     def _require_role(self, role: str) -> None:
-        """Raise _MessageError for a role that neither templates in general nor this template name."""
+        """Raise _MessageError for a role that is neither in `ROLES` nor in this template."""
         if self.template is None or role in (*ROLES, *self._template_words):
             return
 
-        # Suggest the role that templates have, also for a misspelt alias of it.
+        # Suggest a role of templates, also for a misspelt alias.
         suggestion = nearest(role, (*ROLES, *_ROLE_ALIASES)) or nearest(role.lower(), ROLES)
         fix = "correct the role"
         if suggestion is not None:
@@ -455,13 +458,14 @@ class RecordReader:
 
     @cached_property
     def _template_words(self) -> frozenset[str]:
-        """Quoted words of the template; the roles that it compares with are among them."""
+        """Words in quotes in the template, among them the roles that it compares with."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.template or ""))
 
     def _tools(self, tools: Any, record: Record) -> list[Any] | None:
-        """Return the tools of a record as a list of objects, None for no tools; raises UserError.
+        """Return the tools of a record as a list of objects, or None without tools.
 
-        A column of JSON text has an empty text, or ``null``, in rows without tools.
+        A column of JSON text contains an empty text, or ``null``, in rows without tools. Raises UserError for
+        other values.
         """
         if isinstance(tools, str) and tools.strip() in ("", "null"):
             return None
@@ -478,7 +482,7 @@ class RecordReader:
                 fix=f"correct the record, or {self.data.setting_of('tools_field')}",
             )
 
-        # Nulls in text were written by its author; nulls in a table are Arrow's.
+        # Nulls in JSON text were written by its author; nulls in a table come from Arrow.
         is_table = record.from_table and not isinstance(tools, str)
         schemas = []
         for item, value in zip(items, parsed, strict=True):
@@ -488,7 +492,7 @@ class RecordReader:
     # Fields and keys that nothing reads
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
-        """Note the fields of a record that nothing reads."""
+        """Record the fields that nothing reads."""
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
         if not self.responses:
@@ -496,7 +500,8 @@ class RecordReader:
         # The outer field of a dotted name is read, too.
         read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
-        # User code gets every further field. A field that belongs into the prompt has no effect there.
+        # User code gets every further field as metadata, but fields that belong in the prompt have no effect
+        # there.
         has_metadata = not self.responses and self.consumers.metadata is not None
         for name, value in values.items():
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):
@@ -505,8 +510,8 @@ class RecordReader:
                 self._unread_fields[name] = location
 
     def _unread_fields_warning(self) -> UserError:
-        """Return the warning about fields that nothing reads, with the settings that could read them."""
-        # Fields for which a setting, or another form of the record, exists.
+        """Return the warning about fields that nothing reads, with hints for the known ones."""
+        # Hints for fields that a setting, or another form of the record, can use.
         names = set(self._unread_fields)
         hints = []
         if "tools" in names and self.data.tools_field is None:
@@ -514,11 +519,11 @@ class RecordReader:
         if "system" in names:
             hints.append("put `system` in front of the messages, as one of the role system")
         if not names.isdisjoint(_MEDIA_FIELDS):
-            hints.append("leave out records with images or sounds: prompts are text alone")
+            hints.append("leave out records with images or sounds: prompts are only text")
         if not self.responses and self.consumers.metadata is None:
             hints.append("a reward function or an environment gets all fields as `metadata`")
 
-        # List the names that are read, so that a typo is easy to see.
+        # List the names of the fields that are read, so that the user can spot a typo.
         data = self.data
         read_names = [data.prompt_field, *self.responses, data.tools_field]
         if not self.responses:
@@ -531,7 +536,7 @@ class RecordReader:
         )
 
     def _note_unread_keys(self, message: Mapping[str, Any], location: str) -> None:
-        """Note the keys of a message that the chat template does not name."""
+        """Record the keys of a message that the chat template does not contain."""
         if self.template is None:
             return
 
@@ -542,7 +547,7 @@ class RecordReader:
                 self._unread_keys[name] = location
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
-        """Note null arguments: the user wrote them, or a table was exported to JSON with them."""
+        """Record null arguments of calls, which the user wrote or an export of a table to JSON added."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if not isinstance(arguments, Mapping):
@@ -557,10 +562,10 @@ class RecordReader:
 
 @dataclass
 class _MessageError(Exception):
-    """Mistake in a message; `RecordReader` adds the record and the number of the message."""
+    """Error in a message; `RecordReader` adds the record and the number of the message."""
 
     problem: str
-    """Rest of the sentence that begins with "a message"."""
+    """Rest of a sentence that begins with "a message"."""
     expected: str
     got: str
     fix: str = "correct or remove the record"
@@ -571,9 +576,9 @@ def _excerpt(value: Any) -> str:
 
 
 def joined_text(content: Any) -> str:
-    """Return the text of a message's content: text, or parts that are all text, one per line.
+    """Return the text of a message's content: the text itself, or its parts of text joined by line breaks.
 
-    vLLM joins parts in the same way for text-only models. Raises _MessageError for anything else.
+    vLLM joins parts in the same way for text-only models. Raises _MessageError for any other content.
 
     Example:
         >>> joined_text([{"type": "text", "text": "Add:"}, {"type": "text", "text": "2+2"}])
@@ -599,7 +604,7 @@ def joined_text(content: Any) -> str:
 
 def _part_text(item: Any) -> str:
     """Return the text of one part of a message's content; raises _MessageError for other media."""
-    # A part of text may be bare, or an object whose type is left out.
+    # A part may be bare text, or an object with or without a type.
     text = None
     kind = None
     if isinstance(item, str):
@@ -614,7 +619,7 @@ def _part_text(item: Any) -> str:
 
     problem = "has a part other than text"
     if isinstance(kind, str):
-        problem = f"has a part of type {kind!r}, and models are trained on text alone"
+        problem = f"has a part of type {kind!r}, and models are trained only on text"
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',
@@ -624,7 +629,7 @@ def _part_text(item: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys, at any depth, whose value is null.
+    """Remove the keys with value null from a value, at any depth.
 
     Example:
         >>> without_nulls({"city": "Oslo", "n": None, "days": [{"n": None}, None]})
@@ -638,10 +643,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
-    """Return a description of a function without keys that are null.
+    """Remove the keys with value null from the description of a function.
 
-    A null that JSON Schema allows is retained unless Arrow made it. Arrow gives every function of a column
-    the properties of all others; such a property has only nulls, and is removed.
+    A null that JSON Schema allows is retained, unless Arrow added it (``of_arrow``). Arrow gives every
+    function in a column the properties of all other functions; such a property has only nulls and is removed.
 
     Example:
         >>> schema_without_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)
@@ -658,7 +663,7 @@ def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
             continue
         result[name] = schema_without_nulls(inner, of_arrow)
         if name == "properties" and isinstance(inner, Mapping):
-            # Drop properties that consisted of nulls. A schema that its author left empty ({}) stays.
+            # Remove properties that consisted of nulls. Keep a schema that is empty ({}) in the original.
             properties = {}
             for key, schema in result[name].items():
                 if schema != {} or inner[key] == {}:
@@ -668,7 +673,7 @@ def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value looks like a message of any form: a role or sender, and content or calls."""
+    """Return whether a value is a message in any form: it has a role or sender, and content or calls."""
     if not isinstance(value, Mapping):
         return False
     has_role = value.get("role") is not None or value.get("from") is not None
@@ -676,11 +681,11 @@ def _is_message(value: Any) -> bool:
 
 
 def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages of a mapping of lists, the form of a ``Sequence`` of structs in ``datasets``.
+    """Return the messages in a mapping of lists, the form of a ``Sequence`` of structs in ``datasets``.
 
-    None for any other mapping.
+    Returns None for any other mapping.
     """
-    # Columns of one length, among them the roles.
+    # All columns must have the length of the column of roles.
     columns = {name: column for name, column in value.items() if column is not None}
     roles = columns.get("role", columns.get("from"))
     if not isinstance(roles, list):
@@ -696,7 +701,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """Return the messages that a text contains as a JSON list, None for any other text."""
+    """Return the messages of a text that is a JSON list of messages, or None for any other text."""
     parsed = _parsed(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
         return parsed
@@ -714,7 +719,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _sharegpt_calls(content: Any, role: str) -> list[Any]:
-    """Return the tool calls that a ShareGPT message contains as JSON text; raises _MessageError."""
+    """Return the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
     parsed = _parsed(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
@@ -727,7 +732,7 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return calls of tools as objects that have a name and arguments; raises _MessageError."""
+    """Return tool calls as objects with a name and arguments; raises _MessageError for other values."""
     parsed = _parsed(calls)
     items = parsed if isinstance(parsed, list) else [parsed]
 
@@ -767,14 +772,14 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
 
 
 def _normalise_weight(message: dict[str, Any]) -> None:
-    """Replace the keys that exclude a turn from training by ``weight: 0``; remove them from a trained turn.
+    """Replace keys that exclude a turn from training by ``weight: 0``; remove such keys from a trained turn.
 
-    `is_trained_turn` reads OpenAI's ``weight`` alone. Raises _MessageError for a weight other than 0 and 1,
-    and for weights of spans of the message.
+    `is_trained_turn` reads only OpenAI's ``weight``. Raises _MessageError for a weight other than 0 and 1,
+    and for weights of spans within the message.
     """
     # A turn is trained on unless one of the keys excludes it.
     is_trained = True
-    for name in (*_LEARNED_IF, *_LEARNED_UNLESS):
+    for name in (*_TRAINED_IF_TRUE, *_TRAINED_IF_FALSE):
         if name not in message:
             continue
         value = message.pop(name)
@@ -785,10 +790,10 @@ def _normalise_weight(message: dict[str, Any]) -> None:
                 repr(value),
                 f"set `{name}` to 0 or 1",
             )
-        is_trained = is_trained and bool(value) is (name in _LEARNED_IF)
+        is_trained = is_trained and bool(value) is (name in _TRAINED_IF_TRUE)
 
-    # A loss mask within a turn has no counterpart here.
-    span_key = next((name for name in _PARTLY_LEARNED if message.get(name)), None)
+    # A loss mask within a turn is not supported.
+    span_key = next((name for name in _SPAN_WEIGHTS if message.get(name)), None)
     if span_key is not None:
         raise _MessageError(
             f"has `{span_key}`, and a turn is learned as a whole or not at all",
@@ -803,12 +808,12 @@ def _normalise_weight(message: dict[str, Any]) -> None:
 def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
     """Remove the weight of a message that is never trained on; raises _MessageError for a weight of 1.
 
-    The weights of a prompt that is sampled from have no effect, so any value is valid there.
+    In data without given responses (``has_responses`` false) weights have no effect, so any value is valid.
     """
-    for name in (*_LEARNED_IF, *_LEARNED_UNLESS):
+    for name in (*_TRAINED_IF_TRUE, *_TRAINED_IF_FALSE):
         value = message.pop(name, None)
-        asks_for_training = name in _LEARNED_IF and value not in (None, 0)
-        if asks_for_training and has_responses:
+        is_trained = name in _TRAINED_IF_TRUE and value not in (None, 0)
+        if is_trained and has_responses:
             raise _MessageError(
                 f"of the role {message['role']} has `{name}` {value!r}, and only the assistant's are learned",
                 "a weight of 0, or none",
@@ -818,7 +823,7 @@ def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
 
 
 def template_source(template: Any) -> str | None:
-    """Return the text of a tokenizer's chat template, joined for several templates by name."""
+    """Return the source text of a tokenizer's chat template, or None; several templates are joined."""
     if isinstance(template, Mapping):
         return "\n".join(text for text in template.values() if isinstance(text, str))
     if isinstance(template, Collection) and not isinstance(template, str):

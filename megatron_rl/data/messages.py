@@ -1,8 +1,8 @@
 """Fields of a record: its prompt, its tools and its responses, as text or as messages.
 
-The functions here check and split the values that `megatron_rl.data.forms` has normalised. The one idea: a
-conversation is cut once, into the messages of the prompt and the messages of the response, at the first turn
-of the assistant that is trained on. Nothing here needs torch or a tokenizer.
+The functions here validate and split the values that `megatron_rl.data.forms` has normalised. The one idea: a
+conversation is split once, into the messages of the prompt and those of the response, at the first turn of
+the assistant that is trained on. Nothing here needs torch or a tokenizer.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ _USUAL_FIELDS = {
     "ground_truth_field": ("answer", "label", "solution", "target", "reference_answer"),
     "response_field": ("completion", "output", "answer"),
 }
-"""Names that public data sets have for a field, by the last part of the setting that names the field."""
+"""Last part of a field's setting -> names that public data sets use for the field."""
 _THOUGHTS_OPENED = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*\Z")
 
 
 # Fields
 
 
-def with_inner(record: Record, names: Iterable[str | None]) -> Record:
-    """Return a record with the nested fields of dotted ``names`` at the top level.
+def with_nested_fields(record: Record, names: Iterable[str | None]) -> Record:
+    """Add the nested fields of dotted ``names`` to the top level of a record.
 
     ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, unless the record has a
-    field of the complete name.
+    field with the complete name.
     """
-    # Names without a dot, and complete names that the record has, are read as they are.
     nested = {}
     for name in names:
         if name is None or name in record.values or "." not in name:
             continue
 
-        # Follow the name down the mappings; any other value on the way has no such field.
+        # Follow the keys through the mappings. A value other than a mapping has no nested field.
         value: Any = record.values
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -66,16 +65,16 @@ def require_fields(
     setting: str,
     read_elsewhere: Collection[str | None] = (),
 ) -> None:
-    """Raise UserError for the first of ``fields`` that a record lacks or has as null.
+    """Raise UserError for the first of ``fields`` that is absent or null in a record.
 
-    ``fields`` maps names to the settings that name them. Names in ``read_elsewhere`` have another meaning,
-    so they are not suggested for an absent field.
+    ``fields`` maps the names of fields to the settings that define these names. The fields in
+    ``read_elsewhere`` have another meaning, so they are not suggested for an absent field.
     """
     for name, key in fields.items():
         if record.values.get(name) is not None:
             continue
 
-        # Fields within mappings are candidates, too: verl has `reward_model.ground_truth`.
+        # Nested fields are candidates, too: verl has `reward_model.ground_truth`.
         nested = [
             f"{outer}.{inner}"
             for outer, mapping in record.values.items()
@@ -104,10 +103,10 @@ def _absent_field_fix(
     nested: Sequence[str],
     occupied: Collection[str | None],
 ) -> str:
-    """Return how to name the field that a record has instead of ``name``.
+    """Return the fix for an absent field ``name``, for which another field of the record may be meant.
 
     The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
-    public data sets use, the only field that nothing else reads.
+    public data sets use, the only field that is not in ``occupied``.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
     free = [field for field in filled_fields if field not in occupied]
@@ -131,17 +130,17 @@ def _absent_field_fix(
 def require_last_answer(
     record: Record, prompt_field: str, responses: Mapping[str, str], setting: str
 ) -> None:
-    """Raise UserError for messages whose last turn is not the assistant's answer to train on.
+    """Raise UserError for messages that do not end with an answer of the assistant to train on.
 
-    ``responses`` maps fields of responses to the settings that name them. A record in which another field may
-    have the response is left to `require_fields`, which names that field.
+    ``responses`` maps fields of responses to the settings that name them. If another field of the record may
+    contain the response, `require_fields` raises the error and names that field.
     """
     messages = record.values.get(prompt_field)
     absent_fields = [name for name in responses if record.values.get(name) is None]
     if len(responses) != 1 or not absent_fields or not isinstance(messages, list) or not messages:
         return
 
-    # Another field of the record may be the response under another name.
+    # Another field may contain the response under another name.
     (name,) = absent_fields
     other_fields = [key for key, value in record.values.items() if value is not None and key != prompt_field]
     usual_names = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
@@ -168,7 +167,7 @@ def uses_chat_template(record: Record, data: DataConfig) -> bool:
 
 
 def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
-    """Return the tools of a record that `RecordReader` has read, None for a record without tools."""
+    """Return the tools of a record that `RecordReader` has read, or None for a record without tools."""
     if data.tools_field is None:
         return None
     return record.values.get(data.tools_field)
@@ -199,11 +198,11 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
     location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
 
-    # Templates take one system message: two would be refused, or written in a form no model has seen.
+    # Templates expect one system message: with two they raise, or write a text that no model was trained on.
     system_prompt = data.prompt_template.system_prompt
     if system_prompt is not None and _is_messages(prompt) and prompt[0]["role"] in ("system", "developer"):
         raise UserError(
-            "a prompt has a system message of its own",
+            "a prompt already has a system message",
             where=location,
             expected=f"prompts without one, since {data.setting_of('system_prompt')} is set",
             got=str(prompt[0]["content"])[:80],
@@ -220,7 +219,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"remove {template}=false, or set {template}=true for this data",
         )
 
-    # Neither text nor messages: a wrong field, most often.
+    # Neither text nor messages: usually the wrong field.
     if not isinstance(prompt, str) and not _is_messages(prompt):
         expected = "a string"
         if data.chat_template is not False:
@@ -233,7 +232,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
 
-    # Only the template can write tools into the prompt.
+    # Only the template can render tools into the prompt.
     if tools_of(record, data) and not uses_chat_template(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
@@ -291,18 +290,21 @@ def read_responses(
     every_turn: bool = False,
     setting: str = "sft.data",
 ) -> Record:
-    """Return a record whose conversations are split into the prompt and the responses in ``fields``.
+    """Split a record's conversations into the prompt and the responses in ``fields``.
 
-    A single response may be the end of the prompt's messages, in a record without a field for it: the last
-    turn that is trained on, or with ``every_turn`` all from the first such turn. Messages after the last
-    turn that is trained on are left out. Several responses may be complete conversations: the messages that
-    they share are the prompt. After a prompt of text, a message with text alone becomes text; after
-    messages the chat template writes it. Raises UserError for a response without a turn to train on.
+    - A record without a field for its single response has it at the end of the prompt's messages: the last
+      turn that is trained on or, with ``every_turn``, all messages from the first such turn.
+    - Several responses may be complete conversations. The messages that they share are the prompt.
+    - Messages after the last turn that is trained on are dropped.
+    - After a prompt of text, a response of one message with only text becomes text. After messages it remains
+      a message, which the chat template renders.
+
+    Raises UserError for a response without a turn to train on.
     """
     values = dict(record.values)
     field, *further_fields = fields
 
-    # A pair of complete conversations: the prompt is their common beginning.
+    # A pair of complete conversations: the prompt is the messages at the start that they share.
     if further_fields and all(_begins_with_prompt(values.get(name)) for name in fields):
         conversations = [values[name] for name in fields]
         length = _shared_length(conversations)
@@ -318,7 +320,7 @@ def read_responses(
         values[prompt_field] = messages[:start]
         values[field] = messages[start:]
 
-    # Responses end with their last trained turn, and are text if the prompt is text.
+    # Cut responses after their last trained turn, and convert them to text if the prompt is text.
     prompt_is_text = isinstance(values.get(prompt_field), str)
     for name in fields:
         response = values.get(name)
@@ -351,16 +353,16 @@ def require_responses(record: Record, fields: Mapping[str, str], setting: str) -
 
 
 def is_trained_turn(message: Mapping[str, Any]) -> bool:
-    """Return whether a turn of the assistant is trained on: ``weight: 0`` marks one that is only read."""
+    """Return whether a turn of the assistant is trained on; one with ``weight: 0`` is only context."""
     return message.get("weight") != 0
 
 
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
-    """Return the index of the first message of the response in a complete conversation.
+    """Return the index of the response's first message in a complete conversation.
 
-    A conversation whose turns all have the weight 0 is split too; `_up_to_last_trained` reports it.
+    A conversation without a trained turn is split, too: `_up_to_last_trained` later raises the error for it.
     """
-    # The first message is never a response: there would be no prompt.
+    # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
     trained_turns = [index for index in turns if is_trained_turn(messages[index])]
     candidates = trained_turns or turns or [0]
@@ -370,7 +372,10 @@ def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> 
 
 
 def _up_to_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
-    """Return the messages of a response up to its last trained turn; raises UserError without one."""
+    """Return the messages of a response up to its last trained turn.
+
+    Raises UserError for a response without a trained turn.
+    """
     trained_turns = [
         index
         for index, message in enumerate(messages)
@@ -393,15 +398,15 @@ def _begins_with_prompt(messages: Any) -> bool:
 
 
 def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
-    """Return the number of leading messages that conversations share.
+    """Return the number of messages at the start that all conversations share.
 
-    The last message of the shortest conversation does not count, so every response has a message.
+    The last message of the shortest conversation is not counted, so that every response has a message.
     """
-    longest_possible = min(map(len, conversations)) - 1
+    max_length = min(map(len, conversations)) - 1
     for index, (first, *counterparts) in enumerate(zip(*conversations, strict=False)):
-        if index == longest_possible or any(message != first for message in counterparts):
+        if index == max_length or any(message != first for message in counterparts):
             return index
-    return longest_possible
+    return max_length
 
 
 def _ends_with_turn(messages: Sequence[Any]) -> bool:
@@ -413,7 +418,7 @@ def _ends_with_turn(messages: Sequence[Any]) -> bool:
 
 
 def _is_text_turn(messages: Sequence[Any]) -> bool:
-    """Return whether messages are a single turn of the assistant that has text and nothing else."""
+    """Return whether messages are a single turn of the assistant without fields other than its text."""
     if len(messages) != 1 or not _ends_with_turn(messages):
         return False
     message = messages[0]
@@ -421,7 +426,7 @@ def _is_text_turn(messages: Sequence[Any]) -> bool:
 
 
 def _are_turns(messages: Any) -> bool:
-    """Return whether a value is messages, all with text or calls, between two turns of the assistant."""
+    """Return whether a value is messages with text or calls that start and end with the assistant's turn."""
     if not isinstance(messages, list) or not _ends_with_turn(messages[:1]) or not _ends_with_turn(messages):
         return False
     return all(
@@ -436,9 +441,9 @@ def _are_turns(messages: Any) -> bool:
 
 
 def is_uninformative(response: object, *alternatives: object) -> bool:
-    """Return whether a single response is empty, or the responses of a pair are equal.
+    """Return whether a single response is empty or, with ``alternatives``, equals one of them.
 
-    Texts and tokens can be compared.
+    Responses are texts or tokens.
     """
     if alternatives:
         return response in alternatives
@@ -446,7 +451,7 @@ def is_uninformative(response: object, *alternatives: object) -> bool:
 
 
 def uninformative_text(locations: Sequence[str], total: int, pairs: bool) -> str:
-    """Return the warning about the records, of ``total``, for which `is_uninformative` is true."""
+    """Return the warning about the records at ``locations``, of ``total`` records, that are uninformative."""
     count = f"{len(locations)} of {total}"
     first = f"first: {', '.join(locations[:3])}"
     if pairs:
@@ -455,7 +460,7 @@ def uninformative_text(locations: Sequence[str], total: int, pairs: bool) -> str
 
 
 def closing_thought_tag(opening: str) -> str | None:
-    """Return the closing tag of the thoughts that a rendered prompt opens, None for other prompts.
+    """Return the closing tag of the thoughts that a rendered prompt opens, or None for other prompts.
 
     Example:
         >>> closing_thought_tag("<|assistant|><think>")
@@ -474,27 +479,30 @@ def unclosed_thoughts_warning(
     end: str,
     setting: str,
 ) -> UserError | None:
-    """Return a warning about responses without the closing tag ``end`` of the thoughts their prompts open."""
+    """Return a warning about responses without the closing tag ``end`` of the thoughts that prompts open.
+
+    None if all responses have the tag.
+    """
     candidates = [record for record in records if uses_chat_template(record, data)]
-    unended = [
+    unclosed = [
         record.where
         for record in candidates
         if not all(_ends_thoughts(record.values[field], end) for field in responses)
     ]
-    if not unended:
+    if not unclosed:
         return None
 
     return UserError(
         f"the chat template opens thoughts, and responses without {end} are trained on as thoughts",
         where=setting,
         expected=f"thoughts, {end} and then the answer in each response",
-        got=f"none in {len(unended)} of {len(candidates)} records; first: {', '.join(unended[:3])}",
+        got=f"none in {len(unclosed)} of {len(candidates)} records; first: {', '.join(unclosed[:3])}",
         fix=f"write {end} before an answer without thoughts, or give the model a template that opens none",
     )
 
 
 def _ends_thoughts(response: Any, end: str) -> bool:
-    """Return whether each assistant turn has ``end`` after its thoughts, or thoughts in their own field."""
+    """Return whether each assistant turn contains ``end``, or has its thoughts in ``reasoning_content``."""
     if isinstance(response, str):
         return end in response
     for message in response:
@@ -506,7 +514,10 @@ def _ends_thoughts(response: Any, end: str) -> bool:
 
 
 def mixed_templates_error(first: str, templated: bool, second: str) -> UserError:
-    """Return the error for two sources that differ in whether they use the chat template."""
+    """Return the error for two sources of prompts of which only one uses the chat template.
+
+    ``templated``: whether the source ``first`` uses it.
+    """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
         "the sources of prompts have two forms, and their responses would end in two ways",

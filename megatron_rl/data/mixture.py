@@ -1,7 +1,7 @@
 """Training prompts of one data set, or of several sources in exact shares.
 
-The one idea: the source of each prompt is a function of the weights and of the prompts drawn under them. The
-next prompt is of the source that is furthest behind its share, so the state is one count for each source.
+The one idea: the next prompt comes from the source that is furthest behind its share of the prompts so far.
+So the order is a function of the weights, and its state is one count per source.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class ShareOrder:
-    """Order of sources in which each has its share of the prompts.
+    """Order of sources in which each source has its share of the prompts.
 
-    The order repeats after as many prompts as the sum of the weights, as the smallest integers, and every
-    window of that length has exactly the shares. Of two sources that are equally far behind, the first is
-    next. This is smooth weighted round robin, as nginx balances servers.
+    Scale the weights to the smallest integers: the order repeats after as many prompts as their sum, and
+    every window of that length has exactly the shares. Of two sources that are equally far behind, the first
+    comes next. This is smooth weighted round robin, as nginx balances servers.
 
     Example:
         >>> ShareOrder().next(4, {"math": 3.0, "code": 1.0})
@@ -48,26 +48,27 @@ class ShareOrder:
             self.weights = dict(weights)
             self.counts = dict.fromkeys(weights, 0)
 
-        # Fractions of the decimal digits: 0.1 and 0.2 are then one to two, and no rounding accumulates.
+        # Exact fractions of the decimal digits: 0.1 and 0.2 are one to two, and no rounding accumulates.
         exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
         total = sum(exact.values())
         drawn_count = sum(self.counts.values())
         names: list[str] = []
         for number in range(drawn_count + 1, drawn_count + count + 1):
-            # Prompts that each source is short of its share, times the sum of the weights.
-            behind = {name: weight * number - total * self.counts[name] for name, weight in exact.items()}
-            name = max(behind, key=behind.__getitem__)
+            # Number of prompts that each source lacks to its share, times the sum of the weights.
+            deficits = {name: weight * number - total * self.counts[name] for name, weight in exact.items()}
+            name = max(deficits, key=deficits.__getitem__)
             self.counts[name] += 1
             names.append(name)
         return names
 
 
 class MixedPrompts:
-    """Prompts of several sources in shares, each with an order and epochs of its own.
+    """Prompts of several sources in given shares; each source has a separate order and separate epochs.
 
-    ``weights`` are those of all sources; ``schedule`` maps a number of steps to the weights after it, in
-    which a source without a weight gives no prompts. ``prompt_ids`` count the records of all sources in turn.
-    Raises UserError unless all prompts or none go through the chat template.
+    ``weights`` maps each source to its weight. ``schedule`` maps a number of steps to the weights that apply
+    after it; a source that they omit supplies no prompts. ``prompt_ids`` number the records of all sources
+    consecutively, source after source. Raises UserError unless all prompts or none go through the chat
+    template.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class MixedPrompts:
         self._order = ShareOrder()
         self._step = 1
         self._ends = list(accumulate(source.records for source in self.sources.values()))
+        """End of each source's range of prompt ids."""
 
         first, *further_names = self.sources
         self.templated = self.sources[first].templated
@@ -98,7 +100,7 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Draw all further prompts with the weights and temperatures of ``step``, which counts from 1."""
+        """Apply the weights and temperatures of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
         for source in self.sources.values():
             source.begin_step(step)
@@ -115,7 +117,7 @@ class MixedPrompts:
         """Return the next ``count`` prompts, interleaved over the sources by their weights."""
         names = self._order.next(count, self.weights())
 
-        # One batch for each source, then the order in which the sources take turns.
+        # Draw one batch per source, then interleave the rows.
         batches: list[PromptBatch] = []
         rows: dict[str, list[int]] = {}
         start = 0
@@ -149,7 +151,7 @@ class MixedPrompts:
         return [names[bisect_right(self._ends, number)] for number in prompt_ids.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each source, and the prompts of each since the weights changed."""
+        """Return the state of each source, the weights, and the prompts per source since they changed."""
         return {
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
             "weights": dict(self._order.weights),
@@ -157,27 +159,28 @@ class MixedPrompts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Continue from ``state``; raises UserError for a state of other sources.
+        """Restore the position in all sources; raises UserError for the state of a run with other sources.
 
-        Return a warning as `PromptSource.load_state_dict` does.
+        Returns a warning, or None, as `PromptSource.load_state_dict` does.
         """
-        stored = state.get("sources")
-        if stored is None or list(stored) != list(self.sources):
+        source_states = state.get("sources")
+        if source_states is None or list(source_states) != list(self.sources):
             raise UserError(
                 "the checkpoint was made with other sources of prompts",
                 where="data.sources",
-                expected=", ".join(stored or ["data.train"]),
+                expected=", ".join(source_states or ["data.train"]),
                 got=", ".join(self.sources),
                 fix="resume with the data of the checkpoint in the same order, or start a new run",
             )
 
         warnings: dict[str, str | None] = {}
         for name, source in self.sources.items():
-            warnings[name] = source.load_state_dict(stored[name])
+            warnings[name] = source.load_state_dict(source_states[name])
         self._order.weights = dict(state["weights"])
         self._order.counts = dict(state["counts"])
-        changed = [f"{name}: {warning}" for name, warning in warnings.items() if warning is not None]
-        return "; ".join(changed) or None
+
+        texts = [f"{name}: {warning}" for name, warning in warnings.items() if warning is not None]
+        return "; ".join(texts) or None
 
 
 TrainingPrompts = PromptSource | MixedPrompts
@@ -185,7 +188,7 @@ TrainingPrompts = PromptSource | MixedPrompts
 
 
 def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
-    """Return the paths of the training prompts by the key that names them."""
+    """Return the data sets of the training prompts: configuration key -> path or paths."""
     if not config.data.sources:
         return {"data.train": config.data.train or ""}
     return {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
@@ -194,21 +197,21 @@ def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
 def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
-    """Return the training prompts, and the data sets that they are made of by key."""
-    loaded: dict[str, PromptSource] = {}
+    """Load the training prompts; return them, and their data sets by configuration key."""
+    data_sets: dict[str, PromptSource] = {}
     for key, path in prompt_sets(config).items():
-        loaded[key] = load_prompts(config, key, path, tokenizer, files)
+        data_sets[key] = load_prompts(config, key, path, tokenizer, files)
     if not config.data.sources:
-        return loaded["data.train"], loaded
+        return data_sets["data.train"], data_sets
 
-    sources = dict(zip(config.data.sources, loaded.values(), strict=True))
+    sources = dict(zip(config.data.sources, data_sets.values(), strict=True))
     weights = {name: source.weight for name, source in config.data.sources.items()}
-    schedule = {int(steps): scheduled for steps, scheduled in config.data.weights.items()}
-    return MixedPrompts(sources, weights, schedule), loaded
+    schedule = {int(steps): step_weights for steps, step_weights in config.data.weights.items()}
+    return MixedPrompts(sources, weights, schedule), data_sets
 
 
 def source_names(prompts: TrainingPrompts, prompt_ids: Sequence[int] | torch.Tensor) -> Sequence[str]:
-    """Return the source of each prompt; empty for prompts of `data.train`."""
+    """Return the name of each prompt's source, or an empty sequence for prompts of `data.train`."""
     if isinstance(prompts, PromptSource):
         return ()
     return prompts.sources_of(torch.as_tensor(prompt_ids))

@@ -22,12 +22,12 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""A token each: with the special ones 21, an odd number, which tensor parallelism of 2 has to pad."""
+"""One token each. With the special tokens there are 21, an odd number that tensor parallelism 2 must pad."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model; every head has at least 32 dimensions, which vLLM's CPU attention needs."""
+    """Shape of the model. Every head has at least 32 dimensions, which vLLM's CPU attention requires."""
 
     hidden: int
     """Hidden size."""
@@ -38,7 +38,7 @@ class Size:
     kv_heads: int
     """Key and value heads."""
     intermediate: int
-    """Hidden size of the MLPs."""
+    """Intermediate size of the MLPs."""
 
 
 SIZES: Mapping[str, Size] = {
@@ -47,25 +47,24 @@ SIZES: Mapping[str, Size] = {
     "medium": Size(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1408),
 }
 HELD_OUT = 500
-"""Problems of ``eval.jsonl``, half of them with a carry."""
+"""Number of problems in ``eval.jsonl``, half of them with a carry."""
 CARELESS = 0.65
-"""Share of demonstrations that drop the carry, so that reinforcement learning has something to improve."""
+"""Share of demonstrations with a carry that drop it, so that reinforcement learning can improve the model."""
 DEMONSTRATIONS = 8
-"""Demonstrations of a problem, careless or not independently, so that memorising one does not help."""
+"""Demonstrations per problem. Each is drawn as careless or not, so that memorising one does not help."""
 
 
 def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     """Write the model, its tokenizer and the problems into ``directory`` and return it.
 
     The problems are two-digit numbers whose sum is below 100, half of them with a carry: 500 are held out in
-    ``eval.jsonl``, 2020 are in ``train.jsonl``. Demonstrations and preferences are of all problems that are
-    not held out; ``sft_eval.jsonl`` has demonstrations of the held-out ones.
+    ``eval.jsonl``, 2020 are in ``train.jsonl``. ``sft.jsonl`` and ``pairs.jsonl`` contain demonstrations and
+    preferences for all problems that are not held out, ``sft_eval.jsonl`` demonstrations for the others.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
 
-    # Every random number of the problems comes from this generator: the order of the draws is part of the
-    # data.
+    # Every random number of the data comes from this generator, so the order of the draws must not change.
     generator = random.Random(seed)
     pairs: list[tuple[int, int]] = []
     for first in range(10, 90):
@@ -75,7 +74,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     carrying = [pair for pair in pairs if _carries(pair)]
     plain = [pair for pair in pairs if not _carries(pair)]
 
-    # More pairs have no carry: train on as many as have one.
+    # Fewer pairs have a carry than not: train on equal numbers of both.
     half = HELD_OUT // 2
     eval_pairs = carrying[:half] + plain[:half]
     train_pairs = carrying[half:] + plain[half : len(carrying)]
@@ -86,7 +85,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
         for _ in range(DEMONSTRATIONS)
         for pair in sft_pairs
     ]
-    # Exactly the usual share of careless ones, so that the least possible loss is the same for every seed.
+    # A fixed number of careless demonstrations, so that the lowest possible loss is equal for every seed.
     careless_count = round(CARELESS * half)
     eval_demonstrations = [
         _demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)
@@ -102,6 +101,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
 
 
 def _carries(pair: tuple[int, int]) -> bool:
+    """Return whether the sum of the last digits exceeds 9."""
     return pair[0] % 10 + pair[1] % 10 >= 10
 
 
@@ -111,6 +111,7 @@ def _problem(pair: tuple[int, int]) -> dict[str, str]:
 
 
 def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
+    """Return a record with the sum as response; a careless one drops the carry."""
     first, second = pair
     return {"prompt": f"{first}+{second}=", "response": str(first + second - 10 * careless)}
 
@@ -130,11 +131,12 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def build_tokenizer():
-    """Return a Qwen2 tokenizer with one token per character; it puts <bos> in front of a text."""
+    """Return a Qwen2 tokenizer with one token per character, which prepends <bos> to a text."""
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
-    # A Qwen2Tokenizer, because AutoTokenizer makes one for every Qwen2 model, whatever class the files name.
+    # A Qwen2Tokenizer, because AutoTokenizer constructs one for every Qwen2 model and ignores the class that
+    # the files name.
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
@@ -167,7 +169,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
         intermediate_size=size.intermediate,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        # About 1/sqrt(hidden): so narrow a model learns several times faster than from the usual 0.02.
+        # About 1/sqrt(hidden): a narrow model then trains several times faster than from the usual 0.02.
         initializer_range=round(0.7 / size.hidden**0.5, 3),
         bos_token_id=SPECIAL.index(BOS),
         eos_token_id=SPECIAL.index(EOS),

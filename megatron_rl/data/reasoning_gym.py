@@ -22,9 +22,9 @@ _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
 
 
 def make(directory: str | Path, tasks: Sequence[str], problems: int, held_out: int, seed: int) -> None:
-    """Write ``problems`` problems to train on and ``held_out`` others, the tasks taking turns.
+    """Write ``problems`` problems to train on and ``held_out`` other problems, alternating between the tasks.
 
-    Raises UserError if the package is not installed or does not have a task.
+    Raises UserError if the package is not installed or lacks a task.
     """
     try:
         from reasoning_gym import create_dataset
@@ -36,7 +36,7 @@ def make(directory: str | Path, tasks: Sequence[str], problems: int, held_out: i
         if task not in DATASETS:
             raise _unknown_task(task, sorted(DATASETS))
 
-    # The tasks take turns, so that both files have problems of every task.
+    # Alternate between the tasks, so that both files have problems of every task.
     size = -(-(problems + held_out) // len(tasks))
     data_sets = [create_dataset(task, size=size, seed=seed) for task in tasks]
     records = []
@@ -52,6 +52,7 @@ def make(directory: str | Path, tasks: Sequence[str], problems: int, held_out: i
 
 
 def _unknown_task(task: str, tasks: Sequence[str]) -> UserError:
+    """Return the error for a task that is not among reasoning-gym's ``tasks``."""
     suggestion = nearest(task, tasks)
     fix = f"for example {', '.join(tasks[:5])}"
     if suggestion is not None:
@@ -71,6 +72,7 @@ def _write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _record(entry: dict[str, Any], task: str) -> dict[str, Any]:
+    """Convert an entry of reasoning-gym to a record, which keeps the entry as JSON for its reward."""
     return {
         "prompt": entry["question"].rstrip() + _INSTRUCTION,
         "ground_truth": str(entry["answer"]),
@@ -80,7 +82,7 @@ def _record(entry: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read the command line, write the files and return the exit code."""
+    """Parse the command line, write the files and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
 """Records of a data set: from a setting's paths to files, and from files to records.
 
 A setting names one file, a directory saved by HF ``datasets``, a folder of shards, a pattern, or a list of
-these. The one idea: each form resolves to a sequence of files whose records follow one another
-(`data_files`). The reader of a run, the digest of token files and the rules of `check` all use that sequence,
+these. The one idea: each form resolves to one sequence of files (`data_files`), whose records are
+concatenated. The reader of a run, the digest of token files and the rules of `check` all use that sequence,
 so they read the same records in the same order.
 """
 
@@ -27,12 +27,12 @@ KINDS = (
     "a pattern such as data/train-*.parquet, or a list of these"
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
-"""Name of a shard on the Hub: train-00000-of-00002.parquet, in older data sets followed by a digest."""
+"""Name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix in older ones."""
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
 _DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
 _TABLE_BATCH = 1000
-"""Rows of a table that are in memory as Arrow and as Python values at the same time."""
+"""Rows of a table that are converted from Arrow to Python values at a time."""
 
 _ENCODINGS = (
     (b"\xff\xfe\x00\x00", "UTF-32"),
@@ -44,9 +44,9 @@ _ENCODINGS = (
     (b"{\x00", "UTF-16LE"),
     (b"\x00{", "UTF-16BE"),
 )
-"""First bytes of a JSONL file in another encoding than UTF-8: a byte order mark, or the first brace.
+"""First bytes of a JSONL file that is not UTF-8 (a byte order mark, or the first brace), and its encoding.
 
-UTF-32 is in front, since its little-endian mark begins with that of UTF-16.
+UTF-32 comes first, since its little-endian mark begins with that of UTF-16.
 """
 _COMPRESSIONS = (
     (b"\x1f\x8b", ".gz", "gzip", "gzip -dc"),
@@ -55,7 +55,7 @@ _COMPRESSIONS = (
     (b"BZh", ".bz2", "bzip2", "bzip2 -dc"),
     (b"PK\x03\x04", ".zip", "zip", "unzip -p"),
 )
-"""First bytes, suffix, name and command of each compression that files of records come in."""
+"""First bytes, suffix, name and decompression command of each compression in use for files of records."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Record:
     """
 
     values: Mapping[str, Any]
-    """Fields by name, as JSON or Arrow has them."""
+    """Field name -> value, as read from JSON or Arrow."""
     where: str
     """File and line (``train.jsonl:12``) or row (``train.parquet, row 11``), for messages."""
     from_table: bool = False
-    """Whether Arrow made the values: every mapping of a column then has the same keys, null for absent."""
+    """Whether the values come from Arrow: all mappings of a column then have the same keys, some null."""
 
 
 # Paths to files
@@ -82,15 +82,15 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
     """Return the files and saved directories of a data set, in the order in which they are read.
 
     The files of a folder or of a pattern are sorted by name; a list keeps its order. ``setting`` is the
-    configuration key that errors name. Raises UserError for a path that does not exist or that is in no
-    readable format, for several splits, for a missing shard and for a file that is listed twice.
+    configuration key that errors name. Raises UserError for a path that does not exist or whose format is
+    unknown, for several splits, for a missing shard and for a file that is listed twice.
     """
     if isinstance(source, str | Path):
         return _expand(Path(source), setting)
 
     files: list[Path] = []
     for item in source:
-        # Path("") is the current folder, which nobody means by an empty entry.
+        # Path("") is the current folder, which an empty entry does not mean.
         if not str(item).strip():
             raise missing_error(Path(item), setting)
         files.extend(_expand(Path(item), setting))
@@ -104,7 +104,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
             fix=f"name at least one file in {setting}",
         )
 
-    # A file that two patterns of a list match would count twice, which no curve would show.
+    # A file that two patterns match would be trained on twice, which no metric would reveal.
     repeated = sorted({str(file) for file in files if files.count(file) > 1})
     if repeated:
         raise UserError(
@@ -125,7 +125,7 @@ def source_text(source: DataPath) -> str:
 
 
 def missing_shards(files: Iterable[Path]) -> list[str]:
-    """Return the names of the shards that complete the shard sets of ``files``.
+    """Return the names of the shards that are missing from the shard sets of ``files``.
 
     Example:
         >>> missing_shards([Path("a/train-00000-of-00002.parquet")])
@@ -138,15 +138,15 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
             shard_set = (file.parent, name["split"], name["count"], name["suffix"])
             indices_of_set.setdefault(shard_set, set()).add(int(name["index"]))
 
+    # List the numbers that are missing from each set.
     names = []
-    # The numbers between the first and the last shard that a set must have.
     for (_, split, count, suffix), indices in indices_of_set.items():
-        # Shards are numbered from 0, or from 1: then an index equals the count, and none is 0.
+        # Shards are numbered from 0 or from 1. With 1, an index equals the count and no index is 0.
         first = 0
         if int(count) in indices and 0 not in indices:
             first = 1
 
-        # A name may claim any count; 100,000 names are more than a message or a download needs.
+        # A file name may contain any count, so it is bounded: a message quotes only a few names.
         for index in range(first, first + min(int(count), 100_000)):
             if index not in indices:
                 names.append(f"{split}-{index:0{len(count)}d}-of-{count}.{suffix}")
@@ -154,7 +154,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
 
 
 def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
-    """Return the warning about a setting that names some shards of a set; None for complete sets."""
+    """Return the warning about a setting that names only some shards of a set, or None for complete sets."""
     names = missing_shards(files)
     if not names:
         return None
@@ -162,16 +162,16 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
     return UserError(
         f"{setting} names only some of the shards of a data set",
         where=setting,
-        expected="every shard of the set, or a single file that is no shard",
+        expected="every shard of the set, or a single file that is not a shard",
         got=f"{source_text(source)}; not read: {join_names(names, 3)}",
         fix=f"set {setting} to the folder of the shards, if all of them are to be read",
     )
 
 
 def source_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a path whose kind, suffix or first bytes show that it has no records.
+    """Return the error for a path whose type, suffix or first bytes show that it contains no records.
 
-    Raises OSError if the file cannot be opened.
+    None for other paths. Raises OSError if the file cannot be opened.
     """
     # Not a regular file: a directory written by `save_to_disk` is a data set, but a pipe is not.
     if path.is_dir():
@@ -184,7 +184,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
     if path.suffix == ".parquet":
         return None
 
-    # An unknown suffix: a compressed file, a format that people convert by hand, or a typo.
+    # An unknown suffix: a compressed file, a format that must be converted, or a typo.
     fix = "convert the file, or correct its suffix"
     for _, suffix, _, command in _COMPRESSIONS:
         if path.suffix == suffix:
@@ -201,9 +201,9 @@ def source_error(path: Path, setting: str) -> UserError | None:
 
 
 def _first_bytes_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a ``.jsonl`` file in a compression or an encoding other than UTF-8.
+    """Return the error for a ``.jsonl`` file that is compressed, a table, or not encoded in UTF-8, or None.
 
-    Read line by line, such a file would be a JSON error per line, without the reason.
+    Without this check, each line of such a file would raise a JSON error that does not mention the cause.
     """
     with path.open("rb") as stream:
         first_bytes = stream.read(8)
@@ -232,7 +232,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 fix=f"decompress it: {command} {path} > {target}, and set {setting}={target}",
             )
 
-    # A table under the wrong name.
+    # A table with the wrong suffix.
     if first_bytes.startswith(b"PAR1"):
         return UserError(
             f"{path} is a Parquet file",
@@ -292,7 +292,7 @@ def empty_error(source: DataPath, setting: str) -> UserError:
 def _expand(path: Path, setting: str) -> tuple[Path, ...]:
     """Return the files of one entry: a file, a saved directory, a folder of shards or a pattern."""
     if not path.exists():
-        # Only now is it a pattern: the name of an existing file may hold [ or * literally.
+        # Only an absent path is a pattern: the name of an existing file may contain [ or *.
         matches = []
         if glob.has_magic(str(path)):
             matches = sorted(glob.glob(str(path), recursive=True))
@@ -322,7 +322,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
     shards = [folder / name for name in names if _is_data(name)]
     if not shards:
         raise UserError(
-            f"the directory {folder} holds no data set",
+            f"the directory {folder} contains no data set",
             where=setting,
             expected=KINDS,
             got=f"the files {', '.join(names[:8]) or '(none)'}",
@@ -333,7 +333,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
     suffixes = {shard.suffix for shard in shards}
     if len(suffixes) > 1:
         raise UserError(
-            f"the folder {folder} holds files of two kinds",
+            f"the folder {folder} contains files of two kinds",
             where=setting,
             expected="shards of one kind",
             got=", ".join(shard.name for shard in shards[:8]),
@@ -341,18 +341,18 @@ def _shards(folder: Path, setting: str) -> list[Path]:
             "else name the files in a list",
         )
 
-    # Training data and test data in one folder, as many repositories of the Hub have them.
+    # Many repositories on the Hub have training and test data in one folder.
     splits = sorted({_split_of(shard.name) for shard in shards} - {""})
     if len(splits) > 1:
         raise UserError(
-            f"the folder {folder} holds several splits",
+            f"the folder {folder} contains several splits",
             where=setting,
             expected="the shards of one split",
             got=f"the splits {', '.join(splits)}",
             fix=f"set {setting}={_split_pattern(folder, shards, _likely_split(splits, setting))}",
         )
 
-    # A download that was interrupted.
+    # A download may have been interrupted.
     absent_names = missing_shards(shards)
     if absent_names:
         raise UserError(
@@ -366,7 +366,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
 
 
 def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
-    """Return the path that names the shards of one split: the file, or a pattern for several."""
+    """Return the path of one split's shards: the only file, or a pattern for several files."""
     files = [shard for shard in shards if _split_of(shard.name) == split]
     if len(files) == 1:
         return str(files[0])
@@ -374,13 +374,16 @@ def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
 
 
 def _splits_error(folder: Path, setting: str) -> UserError | None:
-    """Return the error for a folder written by ``DatasetDict.save_to_disk``, which has a folder per split."""
+    """Return the error for a folder written by ``DatasetDict.save_to_disk``, which has a folder per split.
+
+    None for other folders.
+    """
     splits = sorted(item.name for item in folder.iterdir() if (item / "state.json").is_file())
     if not splits:
         return None
 
     return UserError(
-        f"{folder} holds several splits",
+        f"{folder} contains several splits",
         where=setting,
         expected="the directory of one split",
         got=f"the splits {', '.join(splits)}",
@@ -389,11 +392,8 @@ def _splits_error(folder: Path, setting: str) -> UserError | None:
 
 
 def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
-    """Return how to get records from a folder without shards.
-
-    A repository of the Hub has its shards in a folder below; others publish compressed files.
-    """
-    # Folders below, of which one is the data set most often.
+    """Return the fix for a folder without shards: name a subfolder with shards, or decompress files."""
+    # Subfolders with files of records: repositories on the Hub usually have one.
     files = sorted(item for item in folder.rglob("*") if _is_data(item.name) and item.is_file())
     folders = sorted({item.parent for item in files})
     if len(folders) == 1:
@@ -410,12 +410,12 @@ def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a name is that of a file of records; tools begin their names with a dot or _."""
+    """Return whether a file name is that of a file of records; tools write files that start with . or _."""
     return name.endswith(SUFFIXES) and not name.startswith((".", "_"))
 
 
 def _split_of(name: str) -> str:
-    """Return the split in a shard's name, empty for a name without one.
+    """Return the split in a file's name, or "" for a name without a split.
 
     Example:
         >>> _split_of("train-00000-of-00002.parquet"), _split_of("test.jsonl"), _split_of("part-0.jsonl")
@@ -457,7 +457,7 @@ def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record,
 
 
 def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
-    """Yield the records of a JSONL file; blank lines count for the numbers and hold no record."""
+    """Yield the records of a JSONL file; blank lines are skipped, but count in line numbers."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -499,7 +499,7 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
             fix=fix,
         )
 
-    # Only an escape can be half of a character: bytes of UTF-8 have been decoded above.
+    # Only an escape can be half of a surrogate pair: decoding UTF-8 above rejects such bytes.
     if b"\\u" in line:
         require_characters(values, location)
     return values
@@ -510,7 +510,7 @@ class _RepeatedKey(Exception):
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the mapping of a JSON object; raises _RepeatedKey."""
+    """Convert the pairs of a JSON object to a mapping; raises _RepeatedKey for two pairs with one key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -519,14 +519,14 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_characters(values: Mapping[str, Any], location: str) -> None:
-    """Raise UserError for half of a surrogate pair, which no tokenizer takes and no file can hold."""
+    """Raise UserError for half of a surrogate pair, which tokenizers reject and UTF-8 cannot encode."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            "a record holds half of a character",
+            "a record contains half of a character",
             where=location,
-            expected="text that UTF-8 can hold: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
+            expected="text that UTF-8 can encode: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
             got=repr(error.object[max(0, error.start - 20) : error.end + 20]),
             fix="correct or remove the record",
         ) from None
@@ -543,7 +543,7 @@ def read_table(path: Path) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
-    """Yield the records of a Parquet file in batches; raises UserError for a damaged one."""
+    """Yield the records of a Parquet file, read in batches; raises UserError for a damaged file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -559,12 +559,12 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 
 def _read_dataset(path: Path) -> Iterator[Record]:
-    """Yield the records of a directory saved by ``Dataset.save_to_disk``; raises UserError."""
+    """Yield the records of a directory written by ``Dataset.save_to_disk``; raises UserError if damaged."""
     from datasets import Dataset
 
     try:
-        # Arrow's values, whatever format the data set was saved with: images and sounds stay bytes. Decoding
-        # them takes packages and time, and no prompt holds them.
+        # Read Arrow's values and ignore the format of the data set, so that images and sounds stay bytes:
+        # decoding them needs packages and time, and no prompt contains them.
         dataset: Any = Dataset.load_from_disk(str(path)).with_format("arrow")
         yield from _table_records(dataset.iter(_TABLE_BATCH), path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -578,7 +578,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
     """Yield the records of consecutive Arrow batches or tables."""
     row = 0
     for batch in batches:
-        # Columns by position: a name is not unique if two columns share it (see `_require_single_names`).
+        # Access columns by position: Arrow cannot look up a name that two columns share.
         try:
             columns = {
                 name: _python_values(batch.column(index)) for index, name in enumerate(batch.schema.names)
@@ -614,36 +614,38 @@ def _require_single_names(schema: Any, path: Path) -> None:
                 fix="rename or drop one of them, and write the file again",
             )
 
-        # Structs nest. A map's fields are key and value; its keys are data and are checked as they are read.
+        # Structs may be nested. A map's fields are key and value; its keys are data, which the conversion to
+        # Python values checks.
         for field in fields:
             children = [field.type.field(index) for index in range(field.type.num_fields)]
             pending.append((f"{prefix}{field.name}.", children))
 
 
 def _python_values(column: Any) -> list[Any]:
-    """Return an Arrow column as Python values: maps as dictionaries, Arrow's JSON type parsed.
+    """Convert an Arrow column to Python values: maps to dictionaries, Arrow's JSON type to its parsed value.
 
-    ``datasets`` writes columns of mixed types as ``arrow.json``, whose own ``to_pylist`` leaves text.
+    ``datasets`` writes columns of mixed types as ``arrow.json``, whose ``to_pylist`` returns text.
     """
     values = column.to_pylist(maps_as_pydicts="strict")
-    if not _holds_json(column.type):
+    if not _contains_json(column.type):
         return values
     return [_from_json(value, column.type) for value in values]
 
 
-def _holds_json(kind: Any) -> bool:
-    """Return whether an Arrow type is Arrow's JSON type or has a field of it."""
+def _contains_json(kind: Any) -> bool:
+    """Return whether an Arrow type is Arrow's JSON type, or has a field of it at any depth."""
     if _is_json(kind):
         return True
-    return any(_holds_json(kind.field(index).type) for index in range(kind.num_fields))
+    return any(_contains_json(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _is_json(kind: Any) -> bool:
+    """Return whether an Arrow type is Arrow's JSON type."""
     return getattr(kind, "extension_name", None) == "arrow.json"
 
 
 def _from_json(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type with its JSON texts parsed, at any depth."""
+    """Parse the JSON texts in a value of an Arrow type, at any depth."""
     if value is None:
         return None
 
@@ -653,7 +655,7 @@ def _from_json(value: Any, kind: Any) -> Any:
         except ValueError:
             return value
 
-    # A struct has as many fields as the value has keys; a map's two fields are key and value.
+    # A struct's fields are the keys of the value, unlike the fields of a map, which are key and value.
     if isinstance(value, dict) and kind.num_fields == len(value):
         field_types: dict[str, Any] = {}
         for index in range(kind.num_fields):

@@ -17,7 +17,7 @@ from megatron_rl.data.template_renderer import Rendering, RenderRefused, Templat
 from megatron_rl.errors import UserError
 
 EXAMINED_RECORDS = 200
-"""Records at the start of a data set whose texts are examined: mistakes of this kind are in every record."""
+"""Number of records at the start of a data set to examine: mistakes of this kind are in every record."""
 
 
 def rendered_prompts(
@@ -28,7 +28,8 @@ def rendered_prompts(
 ) -> list[str]:
     """Return the prompts as text, rendered by the chat template unless they bypass it.
 
-    Raises UserError for messages that the template does not render, and for a tokenizer without a template.
+    ``renderer`` is None for a tokenizer without a template. Raises UserError for messages that the template
+    rejects, and for prompts that need a template if there is none.
     """
     texts = [record.values[data.prompt_field] for record in records]
     rows = [row for row, record in enumerate(records) if uses_chat_template(record, data)]
@@ -45,7 +46,7 @@ def rendered_prompts(
             f"{data.setting_of('chat_template')}=false",
         )
 
-    # All renderings in one call: the process of the template gets them in batches.
+    # Render all prompts in one call, which sends them to the template's process in batches.
     renderings = [
         Rendering(
             template_messages(prompt_messages(records[row], data)),
@@ -84,11 +85,11 @@ def response_pieces(
     ends: Sequence[str],
     otherwise: str | None = None,
 ) -> list[str]:
-    """Return a response as text in pieces: turns at even indices, the text between turns at odd ones.
+    """Return the text of a response in pieces: turns at even indices, the text between turns at odd indices.
 
-    ``chat`` is the chat template, None for a model without one. ``ends`` are the texts of the tokens that end
-    responses to prompts of plain text. ``otherwise`` is an alternative to name in the UserError for a
-    template that renders no conversations.
+    ``chat`` is None for a model without a chat template. ``ends`` are the texts of the tokens that end
+    responses to prompts of plain text. ``otherwise`` is an alternative fix in the UserError for a template
+    that cannot render conversations turn by turn.
     """
     response: Any = record.values[field]
     if chat is None or not uses_chat_template(record, data):
@@ -119,19 +120,19 @@ def prompt_warnings(
     ends: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield the warnings about prompts without an opened turn, and about prompts that are rendered twice.
+    """Yield the warnings about prompts that do not open a turn, and about prompts that were rendered twice.
 
     ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
-    special tokens that the chat template writes around messages.
+    added tokens that the chat template writes around messages.
     """
     rows = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
     # The policy would continue after the end of a turn, which no model was trained for.
-    closed = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
-    if closed:
+    closed_records = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
+    if closed_records:
         yield _warning(
             "prompts end with a token that ends responses: nothing opens the turn of the assistant",
-            closed,
+            closed_records,
             len(rows),
             setting,
             expected="prompts that end where the response begins",
@@ -139,7 +140,7 @@ def prompt_warnings(
             "no turn needs an add_generation_prompt part",
         )
 
-    # A prompt with `<|im_start|>` in its text would be rendered into another conversation.
+    # The template would render a text that contains `<|im_start|>` inside another such pair of marks.
     rendered_before = [
         record for record, _ in rows if uses_chat_template(record, data) and _has_marks(record, data, marks)
     ]
@@ -172,42 +173,42 @@ def response_warnings(
     ends: Sequence[str],
 ) -> Iterator[UserError]:
     """Yield warnings about responses with text after their end, and turns that the template rewrites."""
-    # Text after the end of a response, such as a rendered conversation of several turns.
+    # A response may have text after its end, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
-    continued = [
+    continued_records = [
         record
         for record in first_records
         if any(_continues_after_end(record.values[field], ends) for field in fields)
     ]
-    if continued:
+    if continued_records:
         yield _warning(
             "responses continue behind an end of responses: that text is trained on, and never sampled",
-            continued,
+            continued_records,
             len(first_records),
             setting,
             expected="one turn of the assistant as text, or its turns as messages",
             fix="give conversations as messages, or cut the text after its first end",
         )
 
-    # Templates that leave out the thoughts of earlier turns.
+    # A template may omit the thoughts of earlier turns.
     if chat is None:
         return
-    rewritten = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
-    if rewritten:
+    rewritten_records = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
+    if rewritten_records:
         yield _warning(
             "the chat template renders earlier turns differently once others follow, such as without their "
             "thoughts; they are trained on, and read by later turns, as the data have them",
-            rewritten,
+            rewritten_records,
             len(first_records),
             setting,
-            expected="turns that are rendered alike in every position, or one trained turn per record",
+            expected="turns that are rendered the same in every position, or one trained turn per record",
             fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, after the "
             "others as the template renders them",
         )
 
 
 def _continues_after_end(response: Any, ends: Sequence[str]) -> bool:
-    """Return whether a response of text has an end token in front of its last one."""
+    """Return whether a response of text contains an end token before its last one."""
     if not isinstance(response, str):
         return False
     text = cut_at_end(response, ends) or response
@@ -215,7 +216,7 @@ def _continues_after_end(response: Any, ends: Sequence[str]) -> bool:
 
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
-    """Return whether the template renders a conversation differently from its turns one by one."""
+    """Return whether the template renders a complete conversation differently from its separate turns."""
     if not uses_chat_template(record, data):
         return False
 
@@ -229,7 +230,7 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
             chat.trained_conversation(prompt, messages, tools).as_written for messages in conversations
         )
     except UserError:
-        return False  # `response_pieces` raises it
+        return False  # `response_pieces` raises this error for the record
 
 
 def _warning(
@@ -241,7 +242,7 @@ def _warning(
     expected: str,
     fix: str,
 ) -> UserError:
-    """Return a warning about some of the first ``total`` records."""
+    """Return a warning about ``records``, which are some of the first ``total`` ones."""
     first = ", ".join(record.where for record in records[:3])
     return UserError(
         message,

@@ -1,11 +1,11 @@
-"""The sources of a run: prompts, and rows with given responses.
+"""Data sources of a run: prompts, and rows with given responses.
 
-The order of an epoch is a function of (seed, epoch), so the state of a source is two numbers. A fingerprint
-of the items makes sure that a restored state belongs to the same items.
+The order of an epoch is a function of (seed, epoch), so the state of a source is its epoch and position. A
+fingerprint of the items ensures that a restored state belongs to the same items.
 
-A row with a given response has the tokens that the policy would have sampled. A token that is read and not
-trained on, such as one of a message of the user, is stored as its complement (``~token``, a negative number),
-so that a row and its loss mask are one array.
+A row with a given response has the tokens that the policy would have sampled. A token of the response that is
+not trained on, such as a token of the user's message, is stored as its complement (``~token``, a negative
+number), so that a row and its loss mask are one array.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ if TYPE_CHECKING:
 
 
 class ShuffledOrder:
-    """Order of the item numbers 0 … count-1, epoch after epoch, with a permutation per epoch.
+    """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
 
-    ``fingerprint`` identifies the items: a state of other items is refused. An epoch skips each item of
-    `uniform` with probability 1 - ``uniform_share``, by a draw of (seed, epoch, item), but never all items.
+    ``fingerprint`` identifies the items: a state of other items is rejected. An epoch skips each item of
+    `uniform` with probability 1 - ``uniform_share``, by a random number that depends on (seed, epoch, item),
+    but never all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -111,7 +112,7 @@ class ShuffledOrder:
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
-        # Another random stream than the permutation's, which is seeded with (seed, epoch).
+        # A random stream other than that of the permutation, which is seeded with (seed, epoch).
         generator = numpy.random.default_rng([self.seed, self.epoch, 1])
         draws = generator.random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
@@ -132,8 +133,8 @@ class ShuffledOrder:
         """Return the next ``count`` item numbers, crossing into further epochs as needed."""
         numbers: list[int] = []
         while len(numbers) < count:
-            # The next epoch begins with its first item, not with the last item of this one: a source at the
-            # end of its data is still in the epoch that it has finished.
+            # Start the next epoch only when its first item is drawn: a source at the end of its data is still
+            # in the epoch that it has finished.
             if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
@@ -147,7 +148,7 @@ class ShuffledOrder:
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which an order of the same items continues."""
+        """Return the state to restore with `load_state_dict` into an order of the same items."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -159,7 +160,7 @@ class ShuffledOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
+        """Restore ``state``; raises UserError for a state with different data, seed or shuffling."""
         # Compare the fingerprint first: with other data, seed and shuffling do not matter.
         current = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
@@ -176,8 +177,8 @@ class ShuffledOrder:
 
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
-        # Checkpoints of older versions lack them. The skipped items are stored and not drawn again, so that
-        # an epoch keeps its order under another `data.uniform_share`.
+        # Checkpoints of older versions lack both keys. The skipped items are restored and not drawn again, so
+        # that an epoch keeps its order even if `data.uniform_share` has changed.
         self.uniform = set(state.get("uniform", ()))
         self.skipped = set(state.get("skipped", ()))
         self._order = self._permutation()
@@ -189,7 +190,7 @@ def ragged(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
 
 
 def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
-    """Return 16 hexadecimal digits that depend on the number, order, lengths and token ids of rows."""
+    """Return a digest of 16 hexadecimal digits of the number, order, lengths and token ids of rows."""
     digest = hashlib.sha256(numpy.asarray(lengths, numpy.int64).tobytes())
     for ids in rows:
         digest.update(ids.tobytes())
@@ -201,12 +202,12 @@ DEFAULT_TASK = "default"
 
 
 class PromptSource:
-    """Batches of prompts in an order that the seed determines, epoch after epoch.
+    """Source of prompts in batches, in an order that the seed determines, over epochs.
 
     ``encoded`` is the result of `encode_prompts`. Prompts over ``data.max_prompt_tokens`` are dropped and
     counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
     (``data.task_field``, else ``default_task``) selects its sampling profile. All fields other than
-    prompt, ground truth and task become metadata. ``prompt_ids`` are indices of records.
+    prompt and ground truth become metadata. ``prompt_ids`` are indices of records.
     """
 
     def __init__(
@@ -230,12 +231,12 @@ class PromptSource:
         self.remarks = encoded.remarks
         """Warnings about the records, for the console."""
 
-        # `RecordReader` refuses data sets of two kinds, so the first prompt decides for all.
+        # `RecordReader` rejects data sets with both text and messages, so the first prompt decides for all.
         templated = data.chat_template
         if templated is None:
             templated = not isinstance(self._records[0].values[data.prompt_field], str)
         self.templated = templated
-        """Whether the prompts went through the tokenizer's chat template."""
+        """Whether the prompts were rendered by the tokenizer's chat template."""
 
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
@@ -245,13 +246,13 @@ class PromptSource:
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
-        # A template that writes the date would render other prompts tomorrow, so checkpoints store the time.
+        # A template that writes the date renders different prompts tomorrow, so checkpoints store the time.
         self._clock = None
         renderer = renderer_of(tokenizer) if self.templated else None
         if renderer is not None and renderer.has_clock:
             self._clock = renderer.now.isoformat()
 
-        # Indices of the records within the limit: they are the items that the order permutes.
+        # Indices of the records within the limit, which are the items of the order.
         lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
             lengths,
@@ -262,7 +263,7 @@ class PromptSource:
             "data.max_prompt_tokens",
         )
 
-        # The order is of the prompts within the limit: other prompts are another data set for a resumed run.
+        # The fingerprint covers the prompts within the limit: if they change, a run cannot resume.
         row_lengths = [lengths[row] for row in self._ids]
         row_tokens = (self._tokens[row] for row in self._ids)
         self._order = ShuffledOrder(
@@ -289,7 +290,7 @@ class PromptSource:
             if problem is not None:
                 yield problem
 
-        # Mistakes of rendering are in every record: the first ones are enough.
+        # A rendering mistake is in every record, so examining the first records is enough.
         records = self._records[:EXAMINED_RECORDS]
         texts = self._texts[:EXAMINED_RECORDS]
         end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
@@ -297,11 +298,11 @@ class PromptSource:
 
     @property
     def records(self) -> int:
-        """Return the number of records, those over the limit included."""
+        """Return the number of records, including those over the limit."""
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Take the temperatures of ``step``, which counts from 1, for the prompts that follow."""
+        """Apply the temperatures of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
 
     @property
@@ -321,13 +322,14 @@ class PromptSource:
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
-        # The ids are in the order of the records.
+        # `_ids` is sorted: find the prompt's index among the items of the order.
         self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the fraction of prompts with equal rewards and the fraction this epoch skips, by suffix.
+        """Return metric suffix -> (fraction of prompts with equal rewards, fraction that this epoch skips).
 
-        Empty with `data.uniform_share` of 1. The suffix of a metric's name is that of a source among several.
+        The suffix is empty here, and names the source in `MixedPrompts`. The mapping is empty if
+        `data.uniform_share` is 1.
         """
         order = self._order
         if order.uniform_share == 1:
@@ -336,7 +338,7 @@ class PromptSource:
         skipped_fraction = len(order.skipped) / order.count
         return {"": (uniform_fraction, skipped_fraction)}
 
-    def everything(
+    def in_file_order(
         self,
         limit: int | None = None,
         temperature: float | None = None,
@@ -344,10 +346,9 @@ class PromptSource:
     ) -> PromptBatch:
         """Return the first ``limit`` prompts in file order, without moving the source's position.
 
-        ``temperature`` and ``top_p`` override the sampling profiles; temperature 0 is greedy and switches
-        their filters off.
+        ``limit`` None means all prompts. ``temperature`` and ``top_p`` override the sampling profiles;
+        temperature 0 is greedy and disables their filters.
         """
-        # Does not use the order, so that an evaluation during a run does not move its position.
         count = len(self)
         if limit is not None:
             count = min(limit, count)
@@ -365,13 +366,14 @@ class PromptSource:
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, the seed, and fingerprints of prompts and records."""
+        """Return the state of the order, a digest of the records, and the time that the template writes."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Continue from ``state`` with exactly the prompts that followed it; raises UserError for other data.
+        """Restore ``state``, so that exactly the prompts that followed it come next.
 
-        Return a warning if the prompts are the same and other fields of the records differ.
+        Raises UserError for other data. Returns a warning if the prompts are equal but other fields of the
+        records differ, else None.
         """
         if "sources" in state:
             raise UserError(
@@ -402,6 +404,7 @@ class PromptSource:
 
     @cached_property
     def _digest(self) -> str:
+        """Digest of all fields of the records."""
         return self._encoded.digest()
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:
@@ -410,7 +413,7 @@ class PromptSource:
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
 
-        # A record without a task has the default one, and with it the default sampling.
+        # A record without a task gets the default task.
         data = self._data
         tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
         sampling: list[SamplingParameters] = []
@@ -429,15 +432,16 @@ class PromptSource:
         )
 
     def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
-        """Return the sampling parameters of a prompt, with the limit of its responses."""
+        """Return the sampling parameters of a prompt, with the length limit of its responses."""
         sampling = self._sampling_by_task.get(task, self._default_sampling)
         limit = self._rollout.limit_of(task, prompt_tokens)
-        # Most prompts have the largest limit: they share one object.
+        # Most prompts have the largest limit, so they share one object.
         if limit == sampling.max_response_tokens:
             return sampling
         return sampling._replace(max_response_tokens=limit)
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
+        """Return the fields of a record other than its prompt and ground truth."""
         reserved = {self._data.prompt_field, self._data.ground_truth_field}
         return {name: value for name, value in record.values.items() if name not in reserved}
 
@@ -449,7 +453,7 @@ def encode_prompts(
     records: Sequence[Record],
     consumers: Consumers = REWARDED,
 ) -> Encoded:
-    """Return records with the tokens of their prompts; raises UserError as `RecordReader` does."""
+    """Tokenise the prompts of records; raises UserError as `RecordReader` does."""
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
     records = [reader.read(record) for record in records]
@@ -464,10 +468,10 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     files: TokenFiles,
 ) -> PromptSource:
-    """Return the prompts of the data set at ``path``.
+    """Load the prompts of the data set at ``path``.
 
-    ``setting`` is the key that names it: ``data.train``, ``data.sources.NAME.path`` or
-    ``evaluation.sets.NAME.data``, whose section may override the names of fields.
+    ``setting`` is its configuration key: ``data.train``, ``data.sources.NAME.path`` or
+    ``evaluation.sets.NAME.data``. The section of the key may override the names of fields.
     """
     data = config.data
     evaluation_set = None
@@ -480,7 +484,7 @@ def load_prompts(
         evaluation_set = section.removeprefix("evaluation.sets.")
         data = fields_of(data, config.evaluation.sets[evaluation_set], section)
 
-    # Everything that changes the encoded records must be in `inputs`, which names the file of tokens.
+    # Every setting that changes the encoded records must be in `inputs`: they identify the file of tokens.
     consumers = prompt_consumers(config, evaluation_set)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
     inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
@@ -499,11 +503,11 @@ def load_prompts(
 
 
 class ResponseSource:
-    """Batches of rows in an order that the seed determines, epoch after epoch.
+    """Source of rows with given responses in batches, in an order that the seed determines, over epochs.
 
-    ``encoded`` is the result of `encode_responses`; a record has a row for each field of responses, in that
-    order. A record with a row over ``max_tokens`` is dropped and counted in ``length_report``, or raises a
-    UserError under ``data.over_long: error``. ``setting`` is the configuration key of the data.
+    ``encoded`` is the result of `encode_responses`; a record has one row per field of responses, in the order
+    of the fields. A record with a row over ``max_tokens`` is dropped and counted in ``length_report``, or
+    raises a UserError under ``data.over_long: error``. ``setting`` is the configuration key of the data.
     """
 
     def __init__(
@@ -517,12 +521,12 @@ class ResponseSource:
     ) -> None:
         self._prompts, *self._responses = encoded.tokens
         self.unit = len(self._responses)
-        """Number of rows of a record."""
+        """Number of rows per record."""
         self._record_warnings = encoded.remarks
         self.text_warnings: Sequence[UserError] = ()
         """Warnings about the texts of the first records."""
 
-        # A record has one row per field of responses, and its longest row decides.
+        # A record is over the limit if its longest row is.
         lengths = [
             [len(prompt) + len(response) for response in responses]
             for prompt, *responses in zip(self._prompts, *self._responses, strict=True)
@@ -536,8 +540,8 @@ class ResponseSource:
             f"{setting.rpartition('.')[0]}.max_row_tokens",
         )
 
-        # Without the last token, the end of the response, which is in empty responses as well.
-        self._uninstructive = [
+        # Compare without the last token, because an empty response has an end token, too.
+        self._uninformative = [
             encoded.records[index].where
             for index in self._indices
             if is_uninformative(*(responses[index][:-1].tobytes() for responses in self._responses))
@@ -552,24 +556,24 @@ class ResponseSource:
         return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
-        """Yield sentences for the console: about long records, unread fields and useless responses."""
+        """Yield lines for the console about long records, unread fields and uninformative responses."""
         yield self.length_report.line("records")
         yield from self._record_warnings
-        if self._uninstructive:
-            yield f"warning: {uninformative_text(self._uninstructive, len(self), self.unit > 1)}"
+        if self._uninformative:
+            yield f"warning: {uninformative_text(self._uninformative, len(self), self.unit > 1)}"
         for problem in self.text_warnings:
             yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
-        """Return the rows of the next ``count`` records, record by record.
+        """Return the rows of the next ``count`` records, record after record.
 
-        Every response token weighs the same for records with one row, every row for records with more. The
-        weights of the tokens, or of the rows' tokens at one position, add up to 1.
+        For records with one row, each trained token has the same loss weight, and the weights sum to 1. For
+        records with more rows, each trained token has weight 1 / rows, so that the loss is a mean over rows.
         """
         return self._batch(self._order.next(count))
 
-    def everything(self) -> TrainBatch:
-        """Return all rows in the order of the data, with the weights of `next`."""
+    def in_file_order(self) -> TrainBatch:
+        """Return all rows in file order, with loss weights as in `next`."""
         return self._batch(range(len(self)))
 
     def _batch(self, items: Sequence[int]) -> TrainBatch:
@@ -578,14 +582,14 @@ class ResponseSource:
         rows = [row for index in indices for row in self._rows(index)]
         response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
 
-        # Tokens of the prompt are not trained on, and neither are complements in the response.
+        # Neither tokens of the prompt nor complements in the response are trained on.
         tokens = ragged(rows)
         mask = torch.cat(
             [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]
         )
         mask &= tokens >= 0
 
-        # A mean over tokens for single responses; pairs have a loss per row.
+        # Single responses have a mean over tokens; pairs have one loss per row.
         total_weight = mask.sum() if self.unit == 1 else len(rows)
         return TrainBatch(
             tokens=torch.where(tokens < 0, ~tokens, tokens),
@@ -596,7 +600,7 @@ class ResponseSource:
         )
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows of the record at ``index`` of the data."""
+        """Return the rows of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
@@ -605,7 +609,10 @@ class ResponseSource:
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continue from ``state`` with exactly the rows that followed it; raises UserError for other data."""
+        """Restore ``state``, so that exactly the rows that followed it come next.
+
+        Raises UserError for other data.
+        """
         self._order.load_state_dict(state)
 
 
@@ -619,13 +626,13 @@ def encode_responses(
     records: Sequence[Record],
     every_turn: bool = False,
 ) -> Encoded:
-    """Return records with the tokens of their prompts and of each field of responses.
+    """Tokenise the prompts and the responses of records.
 
-    ``fields`` maps those fields to the settings that name them. Raises UserError for a record that lacks one,
-    and for a value that is not a response; see `RecordReader` for the values and `_ResponseEncoder` for the
-    tokens.
+    ``fields`` maps the fields of responses to the settings that name them. Raises UserError for a record that
+    lacks one of the fields, and for a value that is not a response. See `RecordReader` for the form of the
+    values and `_ResponseEncoder` for the tokens.
     """
-    # Into one form, with conversations split into prompt and response.
+    # Convert records to the normal form, with conversations split into prompt and response.
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, fields, every_turn, template=template)
     records = [reader.read(record) for record in records]
@@ -642,11 +649,11 @@ def encode_responses(
 class _ResponseEncoder:
     """Encoder of responses, with the tokens that they would have in a sampled conversation.
 
-    The text of a row is tokenised as one, so that it has the tokens of the template's own text. A row in
-    which a token would span two pieces is tokenised piece by piece: the policy samples after the tokens of
-    the prompt alone. A turn that does not end with one of ``ends`` gets the token by which the chat template
-    ends turns, or else the first of ``ends``. ``alternative`` is a way out to name in the error of a template
-    that renders no conversations.
+    The complete text of a row is tokenised at once, so that it has the tokens of the template's own text. If
+    a token would span two pieces (prompt, turns, text between turns), the pieces are tokenised separately,
+    since the policy samples after the tokens of the prompt alone. A turn that does not end with one of
+    ``ends`` gets the token with which the chat template ends turns, or else the first of ``ends``.
+    ``alternative`` is a further fix in the error for a template that cannot render conversations.
     """
 
     def __init__(self, prompts: PromptEncoder, ends: Sequence[int], alternative: str | None) -> None:
@@ -676,7 +683,7 @@ class _ResponseEncoder:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Return the tokens (int32) of each record's response; ~token is one that is not trained on."""
+        """Return the tokens (int32) of each record's response, with ~token for tokens not trained on."""
         data = self._prompts.data
         setting = self._prompts.setting
         tokenizer = self._prompts.tokenizer
@@ -685,12 +692,12 @@ class _ResponseEncoder:
             for record in records
         ]
 
-        # Each row as one text: prompt and pieces.
+        # Tokenise the complete text of each row: prompt and pieces.
         texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
         rows = encode_pieces(tokenizer, texts, limit)
 
-        # Tokenise the prompt and response separately if a token spans both, or if the prompt's tokens change
-        # with the response behind it: the policy samples after the tokens of the prompt.
+        # Tokenise the pieces separately if a token spans two of them, or if a following response changes the
+        # prompt's tokens: the policy samples after the tokens of the prompt alone.
         separate_rows = [
             index
             for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
@@ -710,11 +717,11 @@ class _ResponseEncoder:
         return responses
 
     def _response(self, pieces: Sequence[numpy.ndarray], end: int, trained: Sequence[bool]) -> numpy.ndarray:
-        """Return the tokens of one response; ``trained`` has a value per turn."""
+        """Return the tokens of one response; ``trained`` has one value per turn, ``end`` is the end token."""
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
-            # Odd pieces are the text between turns, which may begin with the end token of the turn before it.
+            # Odd pieces are the text between turns, which may start with the end token of the previous turn.
             if index % 2:
                 repeats_end = len(tokens) > 0 and tokens[0] == last_token
                 response.append(~tokens[1 if repeats_end else 0 :])
@@ -728,13 +735,13 @@ class _ResponseEncoder:
 
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
-    """Return whether tokens end with others: a prompt's tokens may have the tokenizer's prefix in front."""
+    """Return whether tokens end with ``end``; a prompt's tokens may start with the tokenizer's prefix."""
     start = len(tokens) - len(end)
     return start >= 0 and numpy.array_equal(tokens[start:], end)
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return for each turn of the assistant in a response whether it is trained on."""
+    """Return whether each turn of the assistant in a response is trained on."""
     if isinstance(response, str):
         return [True]
     return [is_trained_turn(message) for message in response if message["role"] == "assistant"]
@@ -751,9 +758,10 @@ def load_responses(
     every_turn: bool = False,
     data: DataConfig | None = None,
 ) -> ResponseSource:
-    """Return the rows of the data set at ``path``, which ``setting`` names.
+    """Load the rows of the data set at ``path``; ``setting`` is its configuration key.
 
-    ``data`` are the settings of its fields, by default the section ``data``.
+    ``fields`` maps fields of responses to the settings that name them. ``data`` has the other names of
+    fields, by default the section ``data``.
     """
     data = data or config.data
     ends = end_token_ids(tokenizer, config.model.path)
@@ -771,7 +779,7 @@ def load_responses(
     encoded = files.encoded(path, setting, tokenizer, inputs, encode)
 
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
-    # Held-out data come from the same place as the training data, whose warnings are enough.
+    # Held-out data have the same form as the training data, whose warnings are enough.
     if not setting.endswith(".held_out"):
         source.text_warnings = list(_text_warnings(config, tokenizer, encoded, fields, data, setting))
     return source
@@ -785,39 +793,39 @@ def _text_warnings(
     data: DataConfig,
     setting: str,
 ) -> Iterator[UserError]:
-    """Yield the warnings about the first records' texts, and about the template that renders them."""
+    """Yield the warnings about the texts of the first records, and about the template that renders them."""
     records = encoded.records[:EXAMINED_RECORDS]
-    through_template = any(uses_chat_template(record, data) for record in records)
-    ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
+    uses_template = any(uses_chat_template(record, data) for record in records)
+    ends = end_token_ids(tokenizer, config.model.path, templated=uses_template)
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
-    # The template: its end of turns, and thoughts that it opens.
-    if through_template:
-        problem = turn_end_warning(tokenizer, config.model.path)
-        if problem is not None:
-            yield problem
-        warning = _unended_thoughts(chat, records, fields, data, setting)
+    # Warn of a template that ends turns with an unknown token, or that opens thoughts in the prompt.
+    if uses_template:
+        warning = turn_end_warning(tokenizer, config.model.path)
+        if warning is not None:
+            yield warning
+        warning = _unclosed_thoughts(chat, records, fields, data, setting)
         if warning is not None:
             yield warning
 
-    # The texts.
+    # Warn of marks of a template, or of ends, inside the texts.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
     yield from response_warnings(records, fields, data, setting, chat, end_texts)
 
 
-def _unended_thoughts(
+def _unclosed_thoughts(
     chat: ConversationText | None,
     records: Sequence[Record],
     fields: Collection[str],
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of `unclosed_thoughts_warning` for a chat template that opens thoughts."""
+    """Return the warning of `unclosed_thoughts_warning` if the chat template opens thoughts, else None."""
     if chat is None:
         return None
 
-    with suppress(UserError):  # a template may refuse this conversation
+    with suppress(UserError):  # a template may reject this conversation
         end = closing_thought_tag(chat.opening)
         if end is not None:
             return unclosed_thoughts_warning(records, fields, data, end, setting)

@@ -1,13 +1,14 @@
 """Renderer of a model's chat templates, in a process with limits.
 
-The one idea: templates never run in the trainer. jinja2's sandbox keeps a template from files and attributes,
-not from ``'a' * 10**10`` or ``9**9**9``, and such an operation cannot be interrupted from inside the
-interpreter. So `TemplateRenderer` starts a process with a limit of memory, and with a limit of processor time
-that begins again with every rendering. `check` and a run render in the same way.
+The one idea: templates never run in the trainer. jinja2's sandbox protects files and attributes from a
+template, but does not prevent ``'a' * 10**10`` or ``9**9**9``, and such an operation cannot be interrupted
+from inside the interpreter. So `TemplateRenderer` starts a process with a memory limit, and with a limit of
+processor time per rendering. `check` and a run render in the same way.
 
-Both ends speak JSON, one value per line. The first line has the templates by name, the special tokens and the
-current time for the templates. Each later line is a list of renderings, answered by a list as long. The
-language is that of transformers' ``apply_chat_template``; rendering needs neither transformers nor torch.
+Both ends exchange JSON, one value per line. The first line contains the templates by name, the special tokens
+and the time that templates use as the current time. Each later line is a list of renderings, answered by a
+list of the same length. The template language is that of transformers' ``apply_chat_template``; rendering
+needs neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -31,33 +32,34 @@ from typing import Any, NamedTuple
 TIME_ATTRIBUTE = "chat_template_time"
 """Attribute of a run's tokenizer: the time that its chat template uses as the current time."""
 DEFAULT = "default"
-"""Name of the template that transformers takes when there are several."""
+"""Name of the template that transformers selects among several."""
 WITH_TOOLS = "tool_use"
-"""Name of the template that transformers takes for messages with tools."""
+"""Name of the template that transformers selects for messages with tools."""
 
 CPU_SECONDS = 2
-"""Processor time of one rendering: the templates of published models take less than a millisecond."""
+"""Limit of processor time per rendering; the templates of published models need less than a millisecond."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the process, of which Python and jinja2 take some 50 MiB."""
+"""Limit of the process's address space, of which Python and jinja2 need some 50 MiB."""
 LONGEST_TEXT = 64 << 20
-"""Characters of a rendered text: far more than any context, and few enough to send as one line."""
+"""Largest rendered text in characters: far longer than any context, and small enough to send as one line."""
 _BATCH = 64
-"""Renderings per line: enough to hide the pipe's latency, few enough to repeat when the process ends."""
+"""Renderings per line: enough to hide the pipe's latency, few enough to repeat if the process ends."""
 _CLOCK = "strftime_now"
-"""Function by which a template writes the time, in transformers' language."""
+"""Name of the function with which a template writes the time, as in transformers."""
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from megatron_rl.data.template_renderer import main; main()"
 )
-"""Program of the process. The path is an argument, since the interpreter starts without one (``-P``)."""
+"""Source code of the process. Its argument is `_PACKAGES`, since ``-P`` keeps it out of the search path."""
 _PACKAGES = str(Path(__file__).resolve().parents[2])
+"""Folder that contains the package ``megatron_rl``."""
 
 
 # The trainer's side
 
 
 class RenderRefused(Exception):
-    """Reason why a chat template does not render messages."""
+    """Error of a chat template that does not render messages; the text is the reason."""
 
 
 class Rendering(NamedTuple):
@@ -69,19 +71,21 @@ class Rendering(NamedTuple):
     """
 
     messages: Sequence[Mapping[str, Any]]
-    """Messages with a role and a content, as `template_messages` returns them."""
+    """Messages with a role and a content, as returned by `template_messages`."""
     tools: Sequence[Any] | None = None
-    """JSON schemas of the available functions, None for a conversation without tools."""
+    """JSON schemas of the available functions, or None for a conversation without tools."""
     opens: bool = True
-    """Whether the template opens the assistant's turn after the messages."""
+    """Whether the template opens the assistant's turn after the messages (``add_generation_prompt``)."""
     kwargs: Mapping[str, Any] = MappingProxyType({})
-    """Further arguments of the template by name."""
+    """Further arguments of the template, by name."""
 
 
 class TemplateRenderer:
-    """Chat templates by name, with their special tokens and the time that they use as the current time.
+    """Renderer of the chat templates of one tokenizer, by name.
 
-    The process starts with the first rendering and ends with `close`, or with this object.
+    ``special`` are the special tokens that the templates may write, by name; ``now`` is the time that they
+    use as the current time. The process starts with the first rendering and ends with `close`, or when this
+    object is deleted.
     """
 
     def __init__(
@@ -96,16 +100,16 @@ class TemplateRenderer:
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
         self._exhausted: str | None = None
-        """Reason for which one rendering ended the process; no further one is tried. None before that."""
+        """Reason why a single rendering ended the process, or None. After that no rendering is sent alone."""
         self._lock = threading.Lock()
 
-    def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
+    def matches(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
         """Return whether the renderer has these templates, special tokens and time."""
         return (self.templates, self.special) == (templates, special) and now in (None, self.now)
 
     @property
     def has_clock(self) -> bool:
-        """Return whether a template may write the time."""
+        """Return whether a template may write the current time."""
         return any(_CLOCK in text for text in self.templates.values())
 
     def render(
@@ -115,49 +119,53 @@ class TemplateRenderer:
         *,
         opens: bool = True,
     ) -> str:
-        """Return messages as text; raises RenderRefused. See `Rendering` for ``opens``."""
+        """Return the text of one rendering; raises RenderRefused if the template does not render it.
+
+        See `Rendering` for ``opens``.
+        """
         (text,) = self.render_all([Rendering(messages, tools, opens)])
         if isinstance(text, RenderRefused):
             raise text
         return text
 
     def render_all(self, renderings: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Return each text, or the reason why the template does not render it."""
+        """Return the text of each rendering, or the reason why the template does not render it."""
         results: list[str | RenderRefused] = []
         for start in range(0, len(renderings), _BATCH):
-            with self._lock:  # rewards may be computed in a thread of their own
+            with self._lock:  # rewards may be computed in a separate thread
                 results += self._render_batch(renderings[start : start + _BATCH])
         return results
 
     def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
+        """Render a batch; if that ends the process, render its items one by one."""
         answers = self._request(batch)
         if answers is not None:
             return answers
         if len(batch) == 1:
             return [RenderRefused(self._exhausted or "")]
 
-        # A rendering that ends the process loses its whole batch: repeat them one by one to find it.
+        # The end of the process lost the whole batch: repeat its renderings one by one to find the cause.
         results: list[str | RenderRefused] = []
         for rendering in batch:
             results += self._render_batch([rendering])
         return results
 
     def _request(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Return the answers of the process, None if it ended while rendering."""
+        """Return the answers of the process, or None if it ended while rendering."""
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
-        # Writing fails, or reading ends early, if the process ends over the batch.
+        # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            request = [_request_of(rendering) for rendering in batch]
+            request = [_json_values(rendering) for rendering in batch]
             process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
 
-        # A line without its end was cut by the end of the process.
+        # A line without a line break was cut by the end of the process.
         if line.endswith("\n"):
             return [RenderRefused(reason) if text is None else text for text, reason in json.loads(line)]
 
@@ -184,7 +192,7 @@ class TemplateRenderer:
         self._process = process
         self._finalizer = weakref.finalize(self, _end_process, process)
 
-        # The first line of the protocol.
+        # Send the first line of the protocol.
         setup = {"templates": self.templates, "special": self.special, "now": self.now.isoformat()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -198,12 +206,13 @@ class TemplateRenderer:
             self._process = None
 
 
-def _request_of(rendering: Rendering) -> tuple[Any, ...]:
-    """Return a rendering as values that JSON can write."""
+def _json_values(rendering: Rendering) -> tuple[Any, ...]:
+    """Return the fields of a rendering as values that JSON can encode."""
     return (*rendering[:-1], dict(rendering.kwargs))
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
+    """Kill a process and close its pipes."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -222,11 +231,11 @@ def _exit_reason(status: int) -> str:
 
 
 _RENDERERS: weakref.WeakKeyDictionary[Any, TemplateRenderer] = weakref.WeakKeyDictionary()
-"""The renderer of each tokenizer, so that a process of a run has one process for its templates."""
+"""Tokenizer -> its renderer, so that each process of a run starts one process for its templates."""
 
 
 def renderer_of(tokenizer: Any) -> TemplateRenderer | None:
-    """Return the renderer of a tokenizer's chat templates, None for a tokenizer without one."""
+    """Return the renderer of a tokenizer's chat templates, or None for a tokenizer without a template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return None
@@ -236,9 +245,9 @@ def renderer_of(tokenizer: Any) -> TemplateRenderer | None:
     special = {name: str(text) for name, text in special_tokens if isinstance(text, str)}
     now = getattr(tokenizer, TIME_ATTRIBUTE, None)
 
-    # A tokenizer may get another template, or another time, after its first rendering.
+    # The tokenizer's template or time may have been changed after its first rendering.
     renderer = _RENDERERS.get(tokenizer)
-    if renderer is None or not renderer.is_for(templates, special, now):
+    if renderer is None or not renderer.matches(templates, special, now):
         renderer = TemplateRenderer(templates, special, now)
         _RENDERERS[tokenizer] = renderer
     return renderer
@@ -253,7 +262,7 @@ def can_render() -> bool:
 
 
 class _Refused(Exception):
-    """Message of a template that called ``raise_exception``."""
+    """Error of a template that called ``raise_exception``; the text is the template's message."""
 
 
 def _template_environment(now: datetime) -> Any:
@@ -280,7 +289,7 @@ def _template_environment(now: datetime) -> Any:
 
 
 def _generation_tag() -> type:
-    """Return the extension that reads ``{% generation %}``, which marks trained text and writes nothing."""
+    """Return the jinja2 extension for ``{% generation %}``, which marks trained text and writes nothing."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -290,15 +299,15 @@ def _generation_tag() -> type:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A scope of its own, like the call block that transformers makes of it: a variable that is set
-            # inside is not visible outside.
+            # A separate scope, like the call block that transformers compiles the tag to: a variable that is
+            # set inside is not visible outside.
             return nodes.Scope(body).set_lineno(line)
 
     return Generation
 
 
 def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
-    """Return the text of the template that transformers takes; raises _Refused without a default."""
+    """Return the source of the template that transformers would select; raises _Refused without a default."""
     if tools is not None and WITH_TOOLS in templates:
         return templates[WITH_TOOLS]
 
@@ -309,8 +318,11 @@ def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
 
 
 def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: Sequence[Any]) -> list[Any]:
-    """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
-    # transformers refuses such tools, too; a template would fail on them in ways of its own.
+    """Render one request; return ``[text, None]``, or ``[None, reason]`` if the template does not render it.
+
+    ``compiled`` maps the source of a template to the compiled template.
+    """
+    # transformers rejects such tools, too; a template would fail on them with an obscure error.
     messages, tools, opens, kwargs = request
     are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not are_schemas:
@@ -329,7 +341,7 @@ def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: S
         return [None, str(error)]
     except MemoryError:
         return [None, f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"]
-    except Exception as error:  # a template can raise anything: it computes with values of the data
+    except Exception as error:  # a template computes with values of the data, so it can raise any error
         return [None, f"{type(error).__name__}: {error}"[:2000]]
 
     if len(text) > LONGEST_TEXT:
@@ -347,7 +359,7 @@ def _lower_limit(kind: int, limit: int) -> None:
 
 def main() -> None:
     """Serve the rendering requests on standard input until its end."""
-    import jinja2  # noqa: F401 - before the limit of memory, which is for the templates
+    import jinja2  # noqa: F401 - before the memory limit, which is meant for the templates
 
     _lower_limit(resource.RLIMIT_CORE, 0)
     _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
@@ -363,7 +375,7 @@ def main() -> None:
     for line in sys.stdin:
         answers = []
         for request in json.loads(line):
-            # The kernel counts processor time over the life of the process, in whole seconds: raise the limit
+            # The kernel limits the processor time of the whole process, in whole seconds: raise the limit
             # before each rendering.
             usage = resource.getrusage(resource.RUSAGE_SELF)
             used_seconds = int(usage.ru_utime + usage.ru_stime)

@@ -1,20 +1,20 @@
 """Tokenised data sets, written by one process of a node and mapped into the memory of all its processes.
 
 The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
-its content, so that a file with the right name has the right tokens. Processes that share a file system meet
-in the file's lock: the first makes the file, the others wait and map it. If it cannot be written, each
-process has its own tokens. A digest of the content is stored next to the file; the first process of a
-node compares the two and writes a damaged file again.
+its content, so that a file with the right name has the right tokens. Processes that share a file system
+synchronise on the file's lock: the first writes the file, the others wait and map it. If the file cannot be
+written, each process tokenises the data. A digest of the content is stored next to the file; the first
+process of a node verifies it and rewrites a damaged file.
 
 Why not the cached ``map`` of HF ``datasets``? Tried with 5.2.0 on these four points:
 
-- Two jobs on one file: ``map`` takes no lock. Both tokenise every record, and so would every rank of a node.
+- Two jobs on one file: ``map`` uses no lock. Both tokenise every record, and so would every rank of a node.
 - Damage: a cached file has no digest. 32 changed bytes were read back as tokens without an error, and a
   truncated file was a pyarrow error at every start until somebody deleted it.
-- ``kill -9``: the file gets its name only when it is complete, which is right; but it is renamed without
-  fsync, and the temporary file of the killed process remains for good.
-- Identity: the cache is keyed by a pickle of the function, and not by the versions of transformers and
-  tokenizers, which decide the tokens, too.
+- ``kill -9``: the file gets its name only when it is complete, as it should; but it is renamed without fsync,
+  and the temporary file of the killed process is never removed.
+- Identity: the cache is keyed by a pickle of the function, but not by the versions of transformers and
+  tokenizers, on which the tokens depend, too.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = 4
-"""Raise it whenever equal settings give files of other content: forms of records, tokens, columns."""
+"""Version of the files. Raise it when equal settings give files with other records, tokens or columns."""
 _REMARKS = b"remarks"
-"""Key of the file's metadata that holds the warnings about the records."""
+"""Key of the warnings about the records in the file's metadata."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks."""
 
@@ -61,21 +61,21 @@ class Encoded:
     """
 
     records: Sequence[Record]
-    """N records in the one form of `RecordReader`."""
+    """N records in the normal form of `RecordReader`."""
     texts: Sequence[str]
     """N prompts as rendered text."""
     tokens: tuple[Sequence[numpy.ndarray], ...]
     """Columns of N int32 rows: the prompts, then each field of responses.
 
-    In a response, ~token (a negative number) is a token that is read between turns and not trained on.
+    In a response, ~token (a negative number) is a token that is not trained on, such as one between turns.
     """
     lines: Sequence[str] | None = None
-    """N records as JSON, None for a data set that is not in a file."""
+    """N records as JSON, or None for a data set that is not in a file."""
     remarks: Sequence[str] = ()
     """Warnings about the records, for the console."""
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that depend on the fields of the records and on their order."""
+        """Return a digest of 16 hexadecimal digits of the records' fields and order."""
         lines = self.lines
         if lines is None:
             lines = [_record_json(record) for record in self.records]
@@ -87,7 +87,7 @@ class Encoded:
 
 
 def _record_json(record: Record) -> str:
-    """Return a record's fields as JSON; a value that JSON cannot hold becomes the name of its type."""
+    """Return a record's fields as JSON; a value that JSON cannot encode becomes the name of its type."""
     return json.dumps(record.values, ensure_ascii=False, default=lambda value: type(value).__name__)
 
 
@@ -115,12 +115,12 @@ class _CannotStore(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Files of tokens in a folder."""
+    """Store of tokenised data sets, one file each, in a folder."""
 
     folder: Path | None
-    """Folder of the files, None to store none."""
-    say: Callable[[str], None]
-    """Function that gets the warning about a file that could not be stored or was damaged."""
+    """Folder of the files, or None to store no files."""
+    warn: Callable[[str], None]
+    """Function that is called with the warning about a file that could not be stored or was damaged."""
 
     def encoded(
         self,
@@ -130,10 +130,11 @@ class TokenFiles:
         inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
-        """Return the tokenised data set at ``path``: from its file of tokens, or else from ``encode``.
+        """Return the tokenised data set at ``path`` from its file of tokens, or encode it and write the file.
 
-        ``inputs`` are those of ``encode`` other than records and tokenizer; ``setting`` names the path in
-        errors. Waits for another process that is making the file. Raises what ``encode`` raises.
+        ``inputs`` are all inputs of ``encode`` other than records and tokenizer; they identify the file.
+        ``setting`` is the configuration key of ``path``, for errors. Waits while another process writes the
+        file. Raises the errors of ``encode``.
         """
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
         if self.folder is None or fast_tokenizer is None:
@@ -141,11 +142,11 @@ class TokenFiles:
 
         file = self.folder / f"{_identity(path, setting, tokenizer, inputs)[:32]}.arrow"
         encoded = None
-        reason = f"the first that came to {file} has not written it"
+        reason = f"the process that locked {file} first has not written it"
         try:
             self.folder.mkdir(exist_ok=True)
             with _exclusive(file.with_suffix(".lock")) as was_locked:
-                stored = self._stored(file, setting, was_locked)
+                stored = self._read_valid(file, setting, was_locked)
                 if stored is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
                     _write(file, encoded)
@@ -155,19 +156,19 @@ class TokenFiles:
         except (OSError, _CannotStore) as error:
             reason = str(error)
 
-        # Outside the lock: processes that waited in vain tokenise at the same time, not one after another.
+        # Outside the lock, so that processes that waited in vain tokenise concurrently.
         if encoded is None:
             encoded = encode(load_records(path, setting=setting))
-        self.say(f"warning: {setting}: every process tokenises the data for itself: {reason}")
+        self.warn(f"warning: {setting}: every process tokenises the data for itself: {reason}")
         return encoded
 
-    def _stored(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
-        """Return the content of a file, None for an absent or damaged file; remove a damaged one.
+    def _read_valid(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
+        """Read a file of tokens; return None if it is absent or damaged, and remove a damaged file.
 
-        ``was_locked`` is whether another process held the lock. It has written the file or compared its
-        digest, so that the bytes are read once per node.
+        ``was_locked``: whether another process had the lock. That process has written the file or verified
+        its digest, so the bytes need not be verified again.
         """
-        # List the folder: a network file system may have cached that the name was absent.
+        # List the folder instead of testing for the file: a network file system may cache that it is absent.
         if file.name not in os.listdir(file.parent):
             return None
 
@@ -178,15 +179,15 @@ class TokenFiles:
                 return stored
             damage = "cannot be read"
 
-        self.say(f"warning: {setting}: {file} {damage}; the data set is tokenised again")
-        file.unlink()  # processes that wait would read it
+        self.warn(f"warning: {setting}: {file} {damage}; the data set is tokenised again")
+        file.unlink()  # else the waiting processes would read it
         return None
 
 
 def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Any]) -> str:
     """Return the digest of everything that determines the tokens of a data set."""
     fast_tokenizer: Any = tokenizer.backend_tokenizer
-    # A template that writes the date makes other prompts at another time.
+    # A template that writes the date renders different prompts at another time.
     renderer = renderer_of(tokenizer)
     clock = None
     if renderer is not None and renderer.has_clock:
@@ -206,7 +207,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return names, sizes and times of a data set's files, in reading order; they differ after any change."""
+    """Return name, size and modification time of each file of a data set, in reading order."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -221,9 +222,9 @@ def _file_states(paths: Sequence[Path]) -> list[Any]:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[bool]:
-    """Exclude other processes that see the file from the block, if the file system has locks.
+    """Lock a file during the block against all processes that share it, if the file system has locks.
 
-    Yields whether the lock was held by another process. The kernel releases the lock of a killed process.
+    Yields whether another process had the lock before. The kernel releases the lock of a killed process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -243,16 +244,16 @@ def _exclusive(path: Path) -> Iterator[bool]:
 
 
 def _write(file: Path, encoded: Encoded) -> None:
-    """Write a data set and its digest; raises OSError, and _CannotStore for values that JSON cannot hold."""
+    """Write a data set and its digest; raises OSError, or _CannotStore for values that JSON cannot encode."""
     import pyarrow
 
-    # One record batch: rows are then views of the mapped file, without a copy.
+    # Write one record batch, so that rows are views of the mapped file, without a copy.
     columns: dict[str, Any] = {
         "record": pyarrow.array([_as_json(record) for record in encoded.records], pyarrow.large_string()),
         "where": pyarrow.array([record.where for record in encoded.records], pyarrow.large_string()),
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
-    # Ragged rows as offsets and values, 64-bit offsets for data sets of more than 2**31 tokens.
+    # Ragged rows are offsets and values. Offsets have 64 bits, for data sets of more than 2**31 tokens.
     for number, rows in enumerate(encoded.tokens):
         ends = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
@@ -264,8 +265,8 @@ def _write(file: Path, encoded: Encoded) -> None:
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
 
-    # Without locks, or with locks that do not reach from host to host, several processes may write the same
-    # file: each has a temporary name of its own.
+    # Without locks, or with locks that work only within a host, several processes may write the same file, so
+    # each uses a temporary name with its host and process id.
     _remove_unfinished(file)
     temporary = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
     try:
@@ -284,11 +285,12 @@ def _write(file: Path, encoded: Encoded) -> None:
 
 
 def _host_prefix(file: Path) -> str:
+    """Return the start of the names of this host's temporary files for a file."""
     return f"{file.name}.{socket.gethostname()}."
 
 
 def _remove_unfinished(file: Path) -> None:
-    """Remove the temporary files of processes of this host that were killed while they wrote."""
+    """Remove the temporary files that killed processes of this host left behind."""
     prefix = _host_prefix(file)
     for temporary in file.parent.glob(f"{prefix}[0-9]*"):
         process_id = temporary.name.removeprefix(prefix).partition(".")[0]
@@ -298,12 +300,13 @@ def _remove_unfinished(file: Path) -> None:
 
 
 def _digest_file(file: Path) -> Path:
+    """Return the path of the file with the digest of a file of tokens."""
     return file.with_suffix(".digest")
 
 
 def _damage(file: Path) -> str | None:
-    """Return how a file differs from its digest, None for an intact file."""
-    # The digest names its file: a copied folder may have digests of other files.
+    """Describe how a file differs from its digest; return None for an intact file."""
+    # The digest file contains the name of its file: a renamed copy must not pass.
     try:
         name, digest = _digest_file(file).read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -318,18 +321,18 @@ def _damage(file: Path) -> str | None:
 
 
 def _as_json(record: Record) -> str:
-    """Return a record's fields as JSON that reads back equal; raises _CannotStore for other values."""
+    """Return a record's fields as JSON; raises _CannotStore for values that parsing does not restore."""
     try:
         text = _record_json(record)
         if json.loads(text) == record.values:
             return text
     except ValueError:
         pass
-    raise _CannotStore(f"{record.where} holds values that JSON has not")
+    raise _CannotStore(f"{record.where} has values that JSON cannot encode")
 
 
 def _read(file: Path) -> Encoded | None:
-    """Return the content of a file, mapped into memory; None for a file in another format."""
+    """Return the content of a file, mapped into memory, or None for a file in another format."""
     import pyarrow
 
     try:
@@ -340,7 +343,7 @@ def _read(file: Path) -> Encoded | None:
     except (pyarrow.ArrowException, ValueError):
         return None
 
-    # Records are parsed on access: a run needs those of a batch at a time.
+    # Parse records on access, since a run needs only those of one batch at a time.
     def record_at(row: int) -> Record:
         values = json.loads(lines[row].as_py())
         return Record(values, locations[row].as_py())

@@ -1,7 +1,7 @@
 """Tokens of prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
 
-The one idea: a text is tokenised once, in large batches, and a text far over the limit only as far as its
-length matters. Everything after this module handles rows of int32 token ids.
+The one idea: every text is tokenised once, in large batches; of a text far over the limit only the beginning
+is tokenised, since the text is dropped. All code after this module handles rows of int32 token ids.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from megatron_rl.types import BANNED, SamplingParameters
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PIECE = 1 << 16
-"""Characters after which the tokens of a long text are counted: most rows are shorter."""
+_SEGMENT = 1 << 16
+"""Characters per segment of a long text, whose tokens are counted per segment; most texts are shorter."""
 
 
 # The tokenizer and its special tokens
 
 
 def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the HF checkpoint at ``path``; raises UserError without one.
+    """Load the tokenizer of the HF checkpoint at ``path``; raises UserError if that fails.
 
-    ``now`` is the time that its chat template may write, by default the current one.
+    ``now`` is the time that its chat template uses as the current time; None means the actual time.
     """
     from transformers import AutoTokenizer
 
-    # transformers would take the path for a name on the Hub.
+    # transformers would interpret an absent path as a name on the Hub.
     if not Path(path).is_dir():
         raise missing_file(
             Path(path),
@@ -77,7 +77,7 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
             fix="set model.path to a downloaded or exported checkpoint",
         )
     try:
-        # Without a decision, transformers asks at a terminal whether it may run code of the checkpoint.
+        # Without this argument, transformers prompts at a terminal whether to run code of the checkpoint.
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
@@ -99,10 +99,10 @@ def end_token_ids(
     *,
     templated: bool = False,
 ) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's EOS, then further ids of the model's files.
+    """Return the ids that end a response: the tokenizer's EOS, then further ids from the model's files.
 
-    Responses to prompts that went through the chat template (``templated``) also end with the token by
-    which the template ends turns. Raises UserError for a model without such a token.
+    Responses to prompts that the chat template rendered (``templated``) also end with the token with which
+    the template ends turns. Raises UserError for a model without any of these tokens.
     """
     ids = named_end_ids(tokenizer, model_path)
     end = template_turn_end(tokenizer) if templated else None
@@ -122,7 +122,10 @@ def end_token_ids(
 
 
 def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
-    """Return the texts of conversations under the tokenizer's chat template, None without a template."""
+    """Return the `ConversationText` of the tokenizer's chat template, or None if it has no template.
+
+    ``ends`` are the ids of the tokens that end responses.
+    """
     renderer = renderer_of(tokenizer)
     if renderer is None:
         return None
@@ -130,7 +133,7 @@ def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationT
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
-    """Return the text that ends a turn under the chat template, None without a template."""
+    """Return the text that ends a turn under the tokenizer's chat template, or None without a template."""
     text = conversation_text(tokenizer)
     if text is None:
         return None
@@ -139,7 +142,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning about a chat template that ends turns with a token unnamed in the model's files."""
+    """Return the warning of `turn_end_mismatch` for a tokenizer and its model, or None."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
@@ -166,10 +169,10 @@ def stop_tokens_and_texts(
     stop: Sequence[str],
     setting: str,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Split stop texts into token ids, for texts of one token, and texts of several tokens.
+    """Return the ids of stop texts that are one token, and the stop texts of several tokens.
 
-    Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
-    that has no decoder of the library `tokenizers`.
+    Raises UserError for a text that no response can contain. Raises it, too, for a text of several tokens if
+    the tokenizer has no decoder from the library `tokenizers`.
     """
     unknown_token: Any = tokenizer.unk_token
     ids: list[int] = []
@@ -215,13 +218,13 @@ def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -
 def logit_biases(
     tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
 ) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) of the sampling settings ``values``; raises UserError for an unknown token."""
+    """Return pairs (token id, bias) from the sampling settings ``values``; UserError for an unknown token."""
     biases: dict[int, float] = {}
     for text, bias in values["logit_bias"].items():
         biases[rule_token_id(tokenizer, text, f"{setting}.logit_bias")] = float(bias)
     for text in values["banned_tokens"]:
         biases[rule_token_id(tokenizer, text, f"{setting}.banned_tokens")] = BANNED
-    # A bias of 0 is no rule.
+    # A bias of 0 has no effect.
     return tuple((token, bias) for token, bias in biases.items() if bias)
 
 
@@ -232,9 +235,9 @@ def sampling_by_task(
 ) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
-    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
-    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`; a temperature that
-    changes over steps is that of the last one. Raises UserError for a field that does not exist or is out of
+    A profile overrides fields of the rollout settings, including ``stop``. The tokens ``ends`` always end a
+    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature that
+    changes over steps has its last value. Raises UserError for a field that does not exist or is out of
     range.
     """
     errors = profile_errors(rollout)
@@ -260,10 +263,10 @@ def _sampling_parameters(
     setting: str,
     auto: AutoLimitConfig,
 ) -> SamplingParameters:
-    """Return the sampling parameters of the settings ``values``, which ``setting`` names in errors."""
+    """Convert the settings ``values`` to sampling parameters; ``setting`` is their section, for errors."""
     stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
 
-    # An end token may be a stop text too: dict.fromkeys drops the repetition and keeps the order.
+    # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
     return SamplingParameters(
         temperature=temperature_schedule(values["temperature"]).end,
@@ -286,10 +289,10 @@ def _sampling_parameters(
 
 
 class PromptEncoder:
-    """Encoder of the prompts of one data set, through the chat template unless they bypass it.
+    """Encoder of the prompts of one data set, which the chat template renders unless they bypass it.
 
-    A list of messages goes through the template; a string does with ``data.chat_template: true``, as one user
-    message. ``data.chat_template: false`` forbids lists of messages.
+    The template renders lists of messages and, with ``data.chat_template: true``, also strings, each as one
+    user message. ``data.chat_template: false`` forbids lists of messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
@@ -299,7 +302,7 @@ class PromptEncoder:
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Renderer of the tokenizer's chat template, None for a tokenizer without one."""
+        """Renderer of the tokenizer's chat template, or None for a tokenizer without a template."""
         return renderer_of(self.tokenizer)
 
     def texts(self, records: Sequence[Record]) -> list[str]:
@@ -315,7 +318,7 @@ class PromptEncoder:
         tokens = encode_texts(self.tokenizer, texts, limit)
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
-            # A template writes its own BOS.
+            # The template writes the BOS itself.
             if not uses_chat_template(record, self.data):
                 prefixed = with_prefix(prefix, tokens[row].tolist())
                 tokens[row] = numpy.asarray(prefixed, numpy.int32)
@@ -333,12 +336,12 @@ def encode_texts(
 ) -> list[numpy.ndarray]:
     """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
 
-    A text far over ``limit`` tokens will be dropped, so only a beginning of it is tokenised, which has more
-    than `counting_limit` tokens.
+    A text far over ``limit`` tokens will be dropped, so only its beginning, of more than `counting_limit`
+    tokens, is tokenised.
     """
     rows: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
-        batch = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
+        batch = [_truncate(tokenizer, text, limit) for text in texts[start : start + chunk]]
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
         rows.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         count_progress("pieces of data")
@@ -351,21 +354,21 @@ def encode_pieces(
     limit: int,
     chunk: int = 256,
 ) -> list[list[numpy.ndarray] | None]:
-    """Tokenise the text of each row as one, and return the tokens (int32) of its pieces.
+    """Tokenise the complete text of each row, and return the tokens (int32) of each of its pieces.
 
-    The tokens are None for a row in which a token spans two pieces, for a text that is cut (see
-    `encode_texts`), and for every row of a tokenizer without offsets.
+    The result is None for a row in which a token spans two pieces, for a text that `encode_texts` would
+    truncate, and for every row if the tokenizer has no offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
 
     results: list[list[numpy.ndarray] | None] = []
     for start in range(0, len(rows), chunk):
-        # Texts that `encode_texts` would cut are left to it: offsets of a cut text do not fit the pieces.
+        # Skip texts that `encode_texts` would truncate: their offsets would not fit the pieces.
         batch = rows[start : start + chunk]
         texts = ["".join(pieces) for pieces in batch]
         indices = [
-            index for index, text in enumerate(texts) if len(text) <= max(_PIECE, counting_limit(limit))
+            index for index, text in enumerate(texts) if len(text) <= max(_SEGMENT, counting_limit(limit))
         ]
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
         if indices:
@@ -389,12 +392,15 @@ def _split_tokens(
     offsets: Sequence[tuple[int, int]],
     pieces: Sequence[str],
 ) -> list[numpy.ndarray] | None:
-    """Return the tokens of each piece by their first character; None if a token spans two pieces."""
+    """Split tokens into those of each piece, or return None if a token spans two pieces.
+
+    ``offsets`` are the first character of each token and the character after its last one.
+    """
     tokens = numpy.asarray(ids, numpy.int32)
     if not len(tokens):
         return None
 
-    # A token that begins before an edge and ends after it spans two pieces.
+    # A token that starts before an edge and ends after it spans two pieces.
     token_starts, token_ends = numpy.asarray(offsets, numpy.int64).T
     edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
     splits = numpy.searchsorted(token_starts, edges)
@@ -409,7 +415,7 @@ def _split_tokens(
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Numbers of items over a limit of length.
+    """Counts of items over a length limit.
 
     Example:
         >>> LengthReport(100, 0, 512, 300, ()).line()
@@ -423,9 +429,9 @@ class LengthReport:
     limit: int
     """Largest number of tokens of an item."""
     longest: int
-    """Tokens of the longest item, dropped or not, as far as they were counted."""
+    """Tokens of the longest item, dropped or not, as far as they were counted; see `counting_limit`."""
     examples: tuple[str, ...]
-    """Origin and length of the first items over the limit."""
+    """Location and length of the first items over the limit."""
 
     def line(self, kind: str = "prompts") -> str:
         """Return one sentence for the console and the log."""
@@ -441,32 +447,34 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens at which counting stops for a text with a limit of ``limit``.
+    """Return the number of tokens beyond which the tokens of a text are not counted.
 
-    Shorter texts have their exact length in messages, so that a user sees how far to raise the limit.
+    ``limit`` is the length limit of the text. Messages show the exact length up to this number, so that the
+    user can see how far to raise the limit.
     """
     return 2 * limit + 1024
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
-    """Return the text, or the beginning of a text far over ``limit`` tokens that is over it as well.
+def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
+    """Return the text or, if it is far over ``limit`` tokens, a beginning that is over the limit, too.
 
-    Tokens of its pieces are counted, not characters: a token may stand for any number of characters.
+    The tokens of its segments are counted, since a token may have any number of characters.
     """
-    if len(text) <= _PIECE:
+    if len(text) <= _SEGMENT:
         return text
 
     tokens = 0
-    for start in range(0, len(text), _PIECE):
-        end = start + _PIECE
+    for start in range(0, len(text), _SEGMENT):
+        end = start + _SEGMENT
         tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
-        # A token that spans two pieces is counted in parts, as two or more: leave room for them.
+        # A token that spans two segments is counted as two or more, so stop only at twice the limit.
         if tokens > 2 * counting_limit(limit):
             return text[:end]
     return text
 
 
 def _shown_length(length: int, limit: int) -> str:
+    """Return a length for messages: exact, or as "N or more" for a truncated text."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
     return str(length)
@@ -482,10 +490,11 @@ def drop_over_long(
 ) -> tuple[list[int], LengthReport]:
     """Return the indices of the items within ``limit`` tokens, and a report.
 
-    Raises UserError for an item over the limit under the policy ``error``, and if no item is within the limit
-    under either policy. ``setting`` names the data and ``limited_by`` the limit.
+    ``policy`` is ``drop`` or ``error``. Raises UserError for an item over the limit under ``error``, and if
+    no item is within the limit under either policy. ``setting`` is the configuration key of the data and
+    ``limited_by`` that of the limit.
     """
-    # An error by policy, or because nothing would remain to train on.
+    # Raise if the policy is `error`, or if no item would remain.
     over_long = [index for index, length in enumerate(lengths) if length > limit]
     maximum = max(lengths)
     if over_long and (policy == "error" or len(over_long) == len(lengths)):

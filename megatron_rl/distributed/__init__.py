@@ -7,7 +7,8 @@ from megatron_rl.distributed.cudnn import load_cudnn_of_torch
 
 # Megatron-Core warns of each optional package that is absent, once per module and rank, on import.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")
-# A CUDA build of torch on a machine without a GPU says in each process that it finds no CUDA runtime.
+# A CUDA build of torch on a machine without a GPU logs in each process that it finds no CUDA runtime.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-# It imports Transformer Engine. `checkpoint` and `megatron`, which import it too, import this package first.
+# This must precede the first import of Megatron-Core, which imports Transformer Engine. `checkpoint` and
+# `megatron`, which import Megatron-Core, too, import this package first.
 load_cudnn_of_torch()

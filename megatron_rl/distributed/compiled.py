@@ -1,6 +1,6 @@
 """Dynamic-shape compilation of Megatron-Core's fused functions.
 
-With one kernel for all shapes, the numbers of a step do not depend on the steps before it.
+With one kernel for all shapes, the results of a step do not depend on the shapes in earlier steps.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megatron.core import activations, jit
 from megatron.core.transformer import transformer_config, utils
 
 _ACTIVATION_MODULES = (activations, utils, transformer_config)
-"""Modules of activation functions, which Megatron compares with the values of configuration fields."""
+"""Modules with activation functions, which Megatron compares by identity with configuration fields."""
 
 
 def compile_for_any_shape() -> None:
     """Recompile the fused functions of Megatron-Core with dynamic shapes from the first call on.
 
-    By default torch compiles for the first shape, then for any shape, and gives up after eight kernels.
-    A resumed run sees shapes in another order than the uninterrupted run, and would differ from it in the
-    last bits. torch's global switch is not used: vLLM in the same process reads it too.
+    By default torch compiles for the first shape, then for any shape, and stops compiling after eight
+    kernels. A resumed run has shapes in a different order than the uninterrupted run, and would differ in
+    the last bits. torch's global switch is not used, because vLLM in the same process reads it, too.
     """
     compile_function = partial(torch.compile, dynamic=True)
 
     # Modules that are imported later read the decorator from here.
     setattr(jit, "jit_fuser", compile_function)
 
-    # Activations keep their identity: Megatron tests `activation_func == quick_gelu`, for example.
+    # Do not replace activation functions, since Megatron tests `activation_func == quick_gelu`, for example.
     recompiled: dict[int, Any] = {}
     for module in _ACTIVATION_MODULES:
         for value in vars(module).values():
@@ -41,11 +41,11 @@ def compile_for_any_shape() -> None:
     def recompile_attributes(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
             if value is torch.compile:
-                # This is `jit_fuser`, as the module imported it.
+                # This is the module's imported name of `jit_fuser`.
                 setattr(owner, name, compile_function)
                 continue
 
-            # A function that several modules imported is compiled once.
+            # Compile a function that several modules imported only once.
             function = _uncompiled(value)
             if function is not None:
                 if id(value) not in recompiled:
@@ -60,7 +60,7 @@ def compile_for_any_shape() -> None:
 
 
 def _uncompiled(value: Any) -> Callable[..., Any] | None:
-    """Return the original function of a torch-compiled one, and None for anything else."""
+    """Return the original function of a torch-compiled function, or None for any other value."""
     if not inspect.isfunction(value):
         return None
     return getattr(value, "_torchdynamo_orig_callable", None)

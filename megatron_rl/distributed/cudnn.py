@@ -1,9 +1,9 @@
-"""One cuDNN in a process: the one that torch brings.
+"""Loading of torch's cuDNN, so that a process does not mix two versions of cuDNN.
 
-Transformer Engine loads a cuDNN of CUDA_HOME or of the library path first, and its parts by name. With
-torch's own in the same process, parts of both are mixed: on an H100 with cuDNN 9.14 on the machine and 9.19
-in torch's wheels, `torch.backends.cudnn.version()` raised, and with it every convolution. The loader does not
-search for a library that is loaded already, so torch's are loaded first.
+Transformer Engine prefers the cuDNN in CUDA_HOME or in the library path, and loads its parts by name. If
+torch's own cuDNN is in the same process, parts of both are mixed: on an H100 with cuDNN 9.14 on the machine
+and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every convolution raised. The dynamic loader
+does not search for a library that is already loaded, so torch's libraries are loaded first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MAPS = Path("/proc/self/maps")
 def load_cudnn_of_torch() -> None:
     """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
 
-    Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch loads no cuDNN
-    by itself. Warns if parts of another cuDNN are loaded already.
+    Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch has loaded no
+    cuDNN. Warns if parts of a different cuDNN are already loaded.
     """
     if device.on_host() or find_spec("transformer_engine") is None:
         return
@@ -37,7 +37,7 @@ def load_cudnn_of_torch() -> None:
     if not main_files:
         return
 
-    # Another cuDNN that is loaded already cannot be replaced: the user has to start again without it.
+    # Another cuDNN that is already loaded cannot be replaced: the user must restart without it.
     folder = main_files[0].parent
     foreign_folders = sorted({file.parent for file in files} - {folder})
     if foreign_folders:
@@ -53,8 +53,8 @@ def load_cudnn_of_torch() -> None:
 
 
 def mapped_libraries(maps: str) -> list[Path]:
-    """Return the files of cuDNN among a process's mapped files, in the order of ``maps``."""
-    # The path is the last column; a library has a line for each of its segments.
+    """Return the files of cuDNN in the text of ``/proc/PID/maps``, in its order and each once."""
+    # The path is the last column; a library has one line per segment.
     lines = [line for line in maps.splitlines() if "/libcudnn" in line]
     files = [Path(line.split()[-1]) for line in lines]
     return list(dict.fromkeys(files))

@@ -1,7 +1,7 @@
 """Device of this rank: the only module that names an accelerator or a communication backend.
 
-Megatron-Core calls torch.cuda by name. On a machine without an accelerator this module replaces those calls
-by stand-ins that use the host, so that the same Megatron code trains there.
+Megatron-Core calls functions of torch.cuda. On a machine without an accelerator this module replaces these
+functions by stand-ins that use the host, so that the same Megatron code trains there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.distributed.rendezvous import open_store, rendezvous_error
 from megatron_rl.launcher import current_launch
 from megatron_rl.shapes.accelerator import HOPPER
 
-# Otherwise each gloo group connects every pair of its ranks at once: thousands of sockets per rank.
+# Connect pairs of ranks on first use: else each gloo group connects all pairs, with thousands of sockets.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 _ON_HOST = not torch.cuda.is_available()
@@ -36,34 +36,34 @@ _megatron_mode_depth = 0
 
 _collective_timeout: timedelta | None = None
 _WATCHED_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives in a job with a hang detector, which aborts it earlier."""
+"""Timeout of collectives in a job with a hang detector, which aborts a hanging job much earlier."""
 
 _DETERMINISTIC_ENVIRONMENT = {
-    # Otherwise cuBLAS splits a product by the workspace that its stream happens to have.
+    # Otherwise the way in which cuBLAS splits a product depends on the workspace of its stream.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NVLink SHARP sums in the switch, in the order of arrival. The value is one that Megatron-LM accepts.
+    # NVLink SHARP sums in the switch, in the order of arrival. Megatron-LM accepts this value.
     "NCCL_ALGO": "^NVLS",
     # Transformer Engine 2.20: cuDNN's and FlashAttention's backward passes add atomically by default.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     # vLLM 0.32: its all-reduce over symmetric memory sums in the switch, too.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
-"""Environment variables of `use_deterministic_kernels`."""
+"""Environment variables that `use_deterministic_kernels` sets."""
 _deterministic = False
 
 _ALIGNMENT = 512
 """Bytes to which PyTorch's allocator aligns device memory; kernels may rely on it."""
 
 _unbacked_bytes = 0
-"""Bytes that PyTorch counts as allocated although they have no physical memory."""
+"""Bytes that PyTorch counts as allocated although no physical memory backs them."""
 _earlier_peak = 0
-"""Peak of allocated bytes up to the last `set_unbacked`, since the last reset."""
+"""Peak of allocated bytes before PyTorch's own peak was restarted, since the last reset."""
 
 
 def simulate() -> None:
-    """Make this process a simulated rank, before `initialize`; irreversible.
+    """Make this process a simulated rank. It must precede `initialize` and is irreversible.
 
-    Tensors on its device are meta tensors, with a size and no values, and collectives move nothing.
+    Tensors on its device are meta tensors, with a size but no values, and collectives transfer nothing.
     """
     global _simulated, _ON_HOST
     _simulated = _ON_HOST = True
@@ -85,7 +85,7 @@ def device() -> torch.device:
 
 
 def name() -> str:
-    """Return the product name of this rank's device, "host" without an accelerator."""
+    """Return the product name of this rank's device, or "host" without an accelerator."""
     if _ON_HOST:
         return "host"
     return torch.cuda.get_device_name()
@@ -107,7 +107,7 @@ def on_accelerator() -> bool:
 
 
 def capability() -> int:
-    """Return the device's compute capability x 10, 90 for an H100 and wherever there is no accelerator."""
+    """Return the device's compute capability x 10: 90 for an H100, and also without an accelerator."""
     if _ON_HOST:
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -115,7 +115,7 @@ def capability() -> int:
 
 
 def toolkit() -> int | None:
-    """Return the major version of CUDA that torch is built for, None without an accelerator."""
+    """Return the major version of CUDA that torch is built for, or None without an accelerator."""
     version = torch.version.cuda
     if _ON_HOST or version is None:
         return None
@@ -135,7 +135,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
     if _ON_HOST:
         return
     for name, value in variables.items():
-        # The older name of PyTorch's variable wins over the newer one.
+        # The older name of PyTorch's variable takes precedence over the newer one.
         if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
             continue
         os.environ.setdefault(name, value)
@@ -149,7 +149,7 @@ def backend() -> str:
 
 
 def backends() -> str:
-    """Return the backends by kind of device, as torch.distributed parses them."""
+    """Return the backend of each kind of device, in the form that torch.distributed parses."""
     if _simulated:
         return "cpu:fake,meta:fake"
     if _ON_HOST:
@@ -158,14 +158,14 @@ def backends() -> str:
 
 
 def can_split_groups() -> bool:
-    """Return whether the backend splits process groups from one another: NCCL does, gloo does not."""
+    """Return whether the backend can split a process group into smaller ones: NCCL can, gloo cannot."""
     return not _ON_HOST and not _simulated
 
 
 def synchronize() -> None:
-    """Wait for all kernels launched on the device, if it is in use.
+    """Wait for all kernels launched on the device, if this process has initialized it.
 
-    Before `initialize` selects a device, the call would initialize device 0 on every rank.
+    torch's own call would initialize device 0 on every rank before `initialize` selects a device.
     """
     if _in_use():
         torch.cuda.synchronize()
@@ -185,7 +185,8 @@ def empty_cache() -> None:
 def host_buffer(size: int) -> Tensor:
     """Return ``size`` bytes of pinned host memory, [size] uint8; unpinned without an accelerator.
 
-    The buffer is registered after its allocation: torch's pinned allocator rounds sizes up to a power of two.
+    Ordinary memory is pinned after its allocation, since torch's pinned allocator rounds sizes up to a power
+    of two.
     """
     if _simulated:
         return torch.empty(1, dtype=torch.uint8).expand(size)
@@ -201,13 +202,13 @@ def host_buffer(size: int) -> Tensor:
 def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy host tensors to the device; return the copies, or on a host the tensors themselves.
 
-    All are copied at once from pinned memory, so that the host waits neither for the copy nor for the kernels
-    before it. The copies are views of one buffer, which exists as long as any of them.
+    All are copied in one transfer from pinned memory, so that the host waits neither for the copy nor for
+    earlier kernels. The copies are views of one buffer, which is freed with the last of them.
     """
     if on_host():
         return list(tensors)
 
-    # Each copy begins at an aligned offset of the buffer.
+    # Each copy starts at an aligned offset of the buffer.
     offsets: list[int] = []
     size = 0
     for tensor in tensors:
@@ -228,7 +229,7 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
-    """Return views of a buffer of bytes at ``offsets``, with the dtypes and shapes of ``tensors``."""
+    """Return views of a byte buffer at ``offsets``, with the dtypes and shapes of ``tensors``."""
     views = []
     for tensor, offset in zip(tensors, offsets, strict=True):
         content = buffer[offset : offset + tensor.nbytes]
@@ -246,7 +247,7 @@ def peak_memory(reset: bool = False) -> int:
     if _ON_HOST:
         import resource
 
-        # Linux reports it in KiB.
+        # Linux reports the size in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if not _in_use():
         return 0
@@ -268,18 +269,18 @@ class MemoryReading:
     allocated: int
     """Bytes of the tensors that exist now."""
     peak: int
-    """Most bytes of tensors since the last restart, or since the last reset of `peak_memory`."""
+    """Peak bytes of tensors since the last restart, or since the last reset of `peak_memory`."""
     others: int
-    """Bytes outside of PyTorch's allocator: CUDA, NCCL and other processes."""
+    """Bytes in use outside of PyTorch's allocator: CUDA, NCCL and other processes."""
     total: int
-    """Bytes of the device."""
+    """Capacity of the device in bytes."""
 
 
 def read_memory(*, restart: bool = False) -> MemoryReading | None:
-    """Read the memory of the device; None on a host, which has no peak of a part of a step.
+    """Read the memory of the device, or return None on a host, whose peak cannot be restarted within a step.
 
-    ``restart`` begins a new peak, without a loss for `peak_memory`. The host does not wait for the device,
-    since PyTorch's allocator counts on the host.
+    ``restart`` starts a new peak; `peak_memory` still includes the earlier one. The call does not wait for
+    the device, since PyTorch's allocator counts on the host.
     """
     if not _in_use():
         return None
@@ -296,20 +297,20 @@ def read_memory(*, restart: bool = False) -> MemoryReading | None:
 
 
 def _restart_peak() -> None:
-    """Begin a new peak of PyTorch's, and keep the one so far for `peak_memory`."""
+    """Restart PyTorch's peak, and store the peak so far for `peak_memory`."""
     global _earlier_peak
     _earlier_peak = peak_memory()
     torch.cuda.reset_peak_memory_stats()
 
 
 def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes without physical memory, such as a sleeping engine's.
+    """Set the number of allocated bytes without physical memory, such as those of a sleeping engine.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
     global _unbacked_bytes
     if _in_use():
-        # Record the peak with the previous number: PyTorch does not record when its peak was reached.
+        # Store the peak computed with the previous number: it is unknown when PyTorch's peak was reached.
         _restart_peak()
     _unbacked_bytes = size
 
@@ -327,16 +328,16 @@ def world_size() -> int:
 def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
     """Join the job: select the device, initialize torch.distributed, prepare Megatron for the device.
 
-    ``timeout`` in seconds bounds the rendezvous and every collective. In a ``watched`` job a hang detector
-    replaces the timeout of collectives, which then is a week. Without a launcher the job is this one process.
-    Raises UserError if the ranks do not meet. Collective over the world.
+    ``timeout`` in seconds bounds the rendezvous and every collective. In a ``watched`` job, collectives have
+    a timeout of a week, because a hang detector aborts the job earlier. Without a launcher the job is this
+    one process. Raises UserError if the rendezvous fails. Collective over the world.
     """
     global _collective_timeout
     _collective_timeout = timedelta(seconds=timeout)
     if watched:
         _collective_timeout = _WATCHED_TIMEOUT
 
-    # The environment of a job of one process, as torchrun would set it.
+    # Without a launcher, set the environment as torchrun would for a job of one process.
     defaults = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -351,7 +352,7 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
-    # A training script that embeds this package may have joined the job already.
+    # A training script that embeds this package may have initialized torch.distributed already.
     if not dist.is_initialized():
         try:
             store = _open_store(timedelta(seconds=timeout))
@@ -371,9 +372,9 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
 def use_deterministic_kernels() -> None:
     """Restrict this process to kernels with the same bits in every run; must precede `initialize`.
 
-    Without effect on hosts, whose kernels are deterministic. A variable that the user has set is kept. An
-    operation of PyTorch that has no such kernel raises in `megatron_mode`, and elsewhere warns with its name:
-    samplers use some, such as a cumulative sum, that return the same bits for a batch of the same size.
+    Without effect on hosts, whose kernels are deterministic. Variables that the user has set remain. For an
+    operation without such a kernel, PyTorch raises in `megatron_mode` and only warns elsewhere: samplers use
+    operations, such as a cumulative sum, that return the same bits for a batch of the same size.
     """
     global _deterministic
     if _ON_HOST:
@@ -382,7 +383,7 @@ def use_deterministic_kernels() -> None:
         os.environ.setdefault(name, value)
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling every new tensor takes a pass over memory, and no kernel here reads what it has not written.
+    # Filling every new tensor costs a pass over its memory, and no kernel here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     _deterministic = True
 
@@ -393,11 +394,11 @@ def deterministic() -> bool:
 
 
 def _open_store(timeout: timedelta) -> dist.Store:
-    """Return the store of the job; a simulated rank has one that no other process opens."""
+    """Return the store of the job, or a fake store for a simulated rank."""
     if not _simulated:
         return open_store(timeout)
 
-    # The import registers the fake backend, whose collectives move nothing.
+    # The import registers the fake backend, whose collectives transfer nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -410,7 +411,7 @@ def collective_timeout() -> timedelta | None:
 
 def flight_record() -> bytes:
     """Return the last collectives of this process in the format of PyTorch's flight recorder."""
-    # NCCL has a recorder of its own.
+    # NCCL has a separate recorder.
     function_name = "_dump_nccl_trace"
     if _ON_HOST:
         function_name = "_dump_fr_trace"
@@ -418,7 +419,10 @@ def flight_record() -> bytes:
 
 
 def prepare_megatron() -> None:
-    """Install what Megatron-Core needs in this process, once."""
+    """Prepare this process for Megatron-Core: stand-ins on hosts, dynamic-shape kernels, global buffers.
+
+    Repeated calls have no effect.
+    """
     global _megatron_prepared
     if _megatron_prepared:
         return
@@ -439,7 +443,7 @@ def prepare_megatron() -> None:
 
 
 def seed_generators(seed: int, tensor_rank: int) -> None:
-    """Seed torch's generators alike on all ranks, and the device's by `seed_tensor_parallel`."""
+    """Seed torch's generators equally on all ranks, and the device's with `seed_tensor_parallel`."""
     torch.manual_seed(seed)
     with megatron_mode():
         seed_tensor_parallel(seed, tensor_rank)
@@ -459,7 +463,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
-    """Restore states from `generator_states`, of a machine of the same kind."""
+    """Restore states that `generator_states` returned on a device of the same kind."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.cuda.set_rng_state(states["device"])
@@ -477,14 +481,14 @@ def tensor_parallel_generator() -> AbstractContextManager[None]:
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
-    """Seed the device's generators: differently per tensor-parallel rank, alike on the others."""
+    """Seed the device's generators: differently per tensor-parallel rank, equally along other dimensions."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class _HostMode(TorchFunctionMode):
-    """Redirection of tensors that Megatron-Core creates on or moves to the accelerator."""
+    """Mode in which tensors that Megatron-Core creates on, or moves to, the accelerator stay on the host."""
 
     def __torch_function__(
         self,
@@ -514,6 +518,7 @@ class _HostMode(TorchFunctionMode):
 
 
 def _names_accelerator(value: Any) -> bool:
+    """Return whether a value is a device, or the name of a device, of the kind cuda."""
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and value.startswith("cuda")
@@ -528,7 +533,7 @@ def megatron_mode() -> Iterator[None]:
     """
     global _megatron_mode_depth
 
-    # The outermost block alone redirects: a mode inside itself would redirect twice.
+    # Only the outermost block redirects, since nested modes would redirect twice.
     is_outermost = _megatron_mode_depth == 0
     _megatron_mode_depth += 1
     try:
@@ -536,7 +541,7 @@ def megatron_mode() -> Iterator[None]:
             with _HostMode():
                 yield
         elif is_outermost and _deterministic:
-            with _raised_for_other_kernels():
+            with _raise_for_nondeterministic_kernels():
                 yield
         else:
             yield
@@ -545,10 +550,10 @@ def megatron_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _raised_for_other_kernels() -> Iterator[None]:
+def _raise_for_nondeterministic_kernels() -> Iterator[None]:
     """Raise for operations without a deterministic kernel inside the block, instead of warning.
 
-    With warnings alone PyTorch 2.13 keeps the backward pass of FlashAttention that adds in any order.
+    If it only warns, PyTorch 2.13 selects a backward pass of FlashAttention that sums in any order.
     """
     torch.use_deterministic_algorithms(True)
     try:
@@ -558,7 +563,7 @@ def _raised_for_other_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Host's stand-in for a CUDA stream or event, without effect: on the host everything runs in order."""
+    """Stand-in for a CUDA stream or event, without effect, since operations on the host run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()
@@ -593,9 +598,9 @@ class _HostStream:
 
 @contextmanager
 def preserve_stream_stand_ins() -> Iterator[None]:
-    """Restore torch.cuda's streams and events after an import inside that replaces them.
+    """Restore torch.cuda's streams and events after a block with an import that replaces them.
 
-    vLLM's CPU worker installs stand-ins of its own, which lack methods that Megatron-Core calls.
+    vLLM's CPU worker installs other stand-ins, which lack methods that Megatron-Core calls.
     """
     names = ("Stream", "Event", "stream", "current_stream")
     originals = {name: getattr(torch.cuda, name) for name in names}
@@ -622,7 +627,7 @@ def _install_host_stand_ins() -> None:
 
     from megatron.core.tensor_parallel import random
 
-    # The default and the tracked generator are the same one here, which the tracker warns of at every fork.
+    # On hosts the default and the tracked generator are the same: silence the tracker's warning at each fork.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

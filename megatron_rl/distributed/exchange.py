@@ -1,8 +1,7 @@
 """Exchange between ranks: gather the rows that roles computed per shard, sum metrics, share small objects.
 
-Everything that crosses ranks outside of Megatron and of weight transfers is one of four things: rows,
-metrics, small objects, and whether an action failed on any rank. They cross the whole job, or a
-group that the caller names.
+Apart from Megatron and weight transfers, ranks exchange only four things: rows, metrics, small objects, and
+whether an action failed on any rank. They are exchanged over the whole job, or over a group of the caller.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from megatron_rl.types import token_index
 _FIRST_MESSAGE_BYTES = 1024
 """Size of the first message of `broadcast_object`: commands between most engine steps fit into it."""
 _LENGTH_BYTES = 8
-"""Bytes of the first message that give the length of the pickled object."""
+"""Bytes at the start of the first message, with the length of the pickled object."""
 _HEAD_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
 """Bytes of the pickled object in the first message."""
 
-# Indices in the counts that ranks exchange before rows.
+# Indices into the counts that ranks exchange before they exchange rows.
 _NUM_ROWS = 0
 _NUM_TOKENS = 1
 _FIRST_NUM_ITEMS = 2
@@ -43,7 +42,8 @@ _FIRST_NUM_ITEMS = 2
 class RowShard:
     """Results of one rank for the rows that it computed.
 
-    Every rank has the same fields of the same dtypes, in the same order; without rows they are empty.
+    Every rank has the same fields with the same dtypes, in the same order; the fields of a rank without rows
+    are empty.
 
     Example: rows 0 and 2 of a batch, of 3 and 1 tokens, with log-probs and a reward each::
 
@@ -56,15 +56,15 @@ class RowShard:
     """
 
     rows: Tensor
-    """Indices of the rows in the whole batch, [b] int64."""
+    """Indices of the rows in the complete batch, [b] int64."""
     lengths: Tensor
     """Tokens of each row, [b] int64."""
     tokens: Mapping[str, Tensor]
     """Name -> ragged values of the tokens of all rows in order, [n, ...]."""
     values: Mapping[str, Tensor]
-    """Name -> a value per row, [b, ...]."""
+    """Name -> one value per row, [b, ...]."""
     items: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a token field of counts -> the counted items, token by token, [sum of the counts, ...]."""
+    """Name -> items of all tokens in order, [items, ...]; ``tokens`` of that name is the count per token."""
 
 
 @dataclass
@@ -81,19 +81,19 @@ class GatherStats:
 
 
 class _Field(NamedTuple):
-    """Tensor of a `RowShard` in the message that carries it."""
+    """Tensor of a `RowShard`, with the count that determines its size in a message."""
 
     tensor: Tensor
     """This rank's values, [entries, ...]; the other ranks' have the same dtype and inner shape."""
     count_index: int
-    """Index of the number of entries in a rank's counts (`ReplicaGroup._gather_counts`)."""
+    """Index of its number of entries in a rank's counts, see `ReplicaGroup._gather_counts`."""
 
 
 class ReplicaGroup:
     """Ranks that hold a replicated batch. Results computed per shard are gathered onto all of them.
 
-    ``ranks`` None is the whole job. The communicator of any other ranks must exist already, since making it
-    is collective over the job: see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
+    ``ranks`` None means the whole job. The communicator of other ranks must already exist, since creating it
+    is collective over the job, see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class ReplicaGroup:
         return gather_objects(value, self.group)
 
     def _gather_counts(self, shard: RowShard) -> list[list[int]]:
-        """Return by rank the numbers of rows, of tokens, and of items per field of items."""
+        """Return each rank's counts: rows, tokens, and the items of each field. Collective over the group."""
         num_tokens = int(shard.lengths.sum())
         item_counts = [len(items) for items in shard.items.values()]
         counts = [len(shard.rows), num_tokens, *item_counts]
 
-        # On the host: the fastest rank waits here, and a wait on an accelerator keeps it busy.
+        # Exchange the counts on the host: the fastest rank waits here, which would occupy an accelerator.
         local_counts = torch.tensor(counts, dtype=torch.int64)
         all_counts = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
         dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
@@ -153,7 +153,7 @@ class ReplicaGroup:
         counts: list[int],
     ) -> RowShard:
         """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
-        # Receivers know the size of each field from their own, empty or not, and the source's counts.
+        # Receivers compute the size of each field from their own dtype and shape and the source's counts.
         fields = _list_fields(shard)
         sizes = []
         for tensor, count_index in fields:
@@ -169,13 +169,13 @@ class ReplicaGroup:
             self._gather_stats.bytes += sum(sizes)
         dist.broadcast(buffer, source, group=self.group)
 
-        # Unpack on the host. A copy starts at an aligned address; a slice of the buffer may not.
+        # Unpack on the host. Copy each slice, since a slice may start at an address that is not aligned.
         received: list[Tensor] = []
         for (tensor, count_index), segment in zip(fields, buffer.cpu().split(sizes), strict=True):
             shape = (counts[count_index], *tensor.shape[1:])
             received.append(segment.clone().view(tensor.dtype).view(shape))
 
-        # After rows and lengths, the message has the other fields in the order of `_list_fields`.
+        # The fields are in the order of `_list_fields`.
         rows, lengths, *ragged_fields = received
         remaining = iter(ragged_fields)
         return RowShard(
@@ -198,7 +198,7 @@ def _list_fields(shard: RowShard) -> list[_Field]:
 
 
 def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
-    """Return the rows of all shards in ascending order; their indices must be 0, 1, 2 …"""
+    """Merge shards into one with all rows in ascending order; the indices of rows must be 0, 1, 2 …"""
     rows = torch.cat([shard.rows for shard in shards])
     sorted_rows = rows.sort().values
     if not torch.equal(sorted_rows, torch.arange(len(rows))):
@@ -208,7 +208,7 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     values = _concatenate([shard.values for shard in shards])
     items = _concatenate([shard.items for shard in shards])
 
-    # Tokens are ragged by the lengths of rows, items by the counts of tokens.
+    # Tokens are grouped by rows (`lengths`), and items by tokens (their counts).
     order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
     token_order = token_index(lengths, order)
@@ -227,7 +227,7 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
 
 
 def _concatenate(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of each name, joined in the order of the shards."""
+    """Concatenate the tensors of each name, in the order of the shards."""
     concatenated: dict[str, Tensor] = {}
     for name in shards[0]:
         concatenated[name] = torch.cat([tensors[name] for tensors in shards])
@@ -240,7 +240,7 @@ def gather_metrics(metrics: Metrics) -> Metrics:
 
 
 def host_metrics(metrics: Metrics) -> Metrics:
-    """Return metrics of floats; scalars of the device are read in one copy."""
+    """Convert the scalars of metrics to floats; those on the device are read in one copy."""
     scalars = [*chain.from_iterable(metrics.sums.values()), *metrics.maxima.values()]
     device_scalars = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
     if not device_scalars:
@@ -260,7 +260,7 @@ def host_metrics(metrics: Metrics) -> Metrics:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the small picklable ``value`` of every rank, in the order of ``group``; None is the world.
+    """Return the small picklable ``value`` of every rank, in the order of ``group`` (None: the world).
 
     Collective over the group.
     """
@@ -276,9 +276,9 @@ def run_on_all_ranks_or_raise(
 ) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
-    Without this, the ranks on which it succeeded would wait for the failed one in their next collective.
-    Results must be small and picklable. ``purpose`` completes the sentence "could not …". Raises the first
-    UserError of any rank, else a RuntimeError that names the ranks. Collective over the group.
+    Without this, the ranks on which it succeeded would wait for the failed rank in their next collective.
+    Results must be small and picklable. ``purpose`` completes the message "could not …". Raises the UserError
+    of the lowest rank with one, else a RuntimeError that names the ranks. Collective over the group.
     """
     result: Any = None
     failure: Exception | str | None = None
@@ -292,7 +292,7 @@ def run_on_all_ranks_or_raise(
     outcomes = gather_objects((result, failure), group)
     failures = [rank_failure for _, rank_failure in outcomes if rank_failure is not None]
 
-    # Prefer a UserError: it names what to change.
+    # Prefer a UserError, which tells the user what to change.
     for rank_failure in failures:
         if isinstance(rank_failure, UserError):
             raise rank_failure
@@ -302,14 +302,14 @@ def run_on_all_ranks_or_raise(
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
-    """Overwrite a contiguous tensor, in place and bit for bit, with that of one rank of the group.
+    """Overwrite a contiguous tensor in place with the same bits as on one rank of the group.
 
     ``source`` is the rank within the group. Collective over the group.
     """
     if dist.get_world_size(group) == 1:
         return
 
-    # As bytes, since a backend may not support the dtype.
+    # Broadcast bytes, since a backend may not support the dtype.
     tensor_bytes = tensor.view(-1).view(torch.uint8)
     source_rank = dist.get_global_rank(group, source)
     dist.broadcast(tensor_bytes, source_rank, group=group)
@@ -331,13 +331,13 @@ def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _send_object(value: Any, source: int, group: Any) -> None:
-    """Broadcast an object as its length, then its pickle; `_receive_object` is the other side."""
+    """Broadcast the length of an object's pickle and the pickle; see `_receive_object`."""
     pickled = pickle.dumps(value)
     length = len(pickled).to_bytes(_LENGTH_BYTES, "little")
     head = pickled[:_HEAD_BYTES]
     tail = pickled[_HEAD_BYTES:]
 
-    # A short object is sent in one message: a second one would double the latency between engine steps.
+    # Send a short object in one message, since a second one would double the latency between engine steps.
     first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
     content = torch.frombuffer(bytearray(length + head), dtype=torch.uint8)
     first_message[: len(content)] = content
@@ -364,7 +364,7 @@ def _receive_object(source: int, group: Any) -> Any:
 
 
 def store_increment(name: str) -> int:
-    """Add 1 to the counter ``name`` of the job's store and return its earlier value, 0 at first.
+    """Add 1 to the counter ``name`` in the job's store and return its previous value, initially 0.
 
     The counter is atomic: no two ranks get the same value.
     """
@@ -372,11 +372,12 @@ def store_increment(name: str) -> int:
 
 
 def store_value(name: str) -> int:
-    """Return the counter ``name`` of the job's store, the number of `store_increment` calls of all ranks."""
+    """Return the counter ``name`` in the job's store: the number of `store_increment` calls of all ranks."""
     return _add_to_counter(name, 0)
 
 
 def _add_to_counter(name: str, amount: int) -> int:
+    """Add to a counter in the job's store and return its new value."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.add(f"counter {name}", amount)
 
@@ -391,7 +392,7 @@ def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
 
 
 def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Take the element-wise maximum of a tensor over the group, in place, and return it.
+    """Compute the element-wise maximum of a tensor over the group, in place, and return it.
 
     Collective over the group.
     """

@@ -1,7 +1,7 @@
 """Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
 
 The idea: a group is identified by its ranks. Roles with equal groups share one communicator, under any name,
-and the order in which all ranks create the groups follows from the layouts alone.
+and the order in which all ranks create the groups follows only from the layouts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_rl.distributed import device
 from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
-"""Ranks, in the order of the group -> process group, or torch's mark of a group without this rank."""
+"""Ranks in the order of the group -> process group, or torch's NON_GROUP_MEMBER on ranks outside it."""
 
 
 def communicator(ranks: tuple[int, ...]) -> Any:
-    """Return the process group of ``ranks``, in this order; equal layouts share one.
+    """Return the process group of ``ranks`` in this order; equal ranks share one group.
 
-    All ranks of the job in ascending order are the default group. Collective over the world: ranks outside
-    ``ranks`` must call it too.
+    For all ranks of the job in ascending order it is the default group. Collective over the world: ranks
+    outside ``ranks`` must call it, too.
     """
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
@@ -37,14 +37,14 @@ def communicator(ranks: tuple[int, ...]) -> Any:
 
 
 def create_communicators(rank_groups: Sequence[tuple[int, ...]]) -> None:
-    """Create the missing process groups of ``rank_groups``, which have no rank in common, for `communicator`.
+    """Create the missing process groups of ``rank_groups``, so that `communicator` returns them.
 
-    Collective over the world.
+    The groups must have no rank in common. Collective over the world.
     """
     world = tuple(range(dist.get_world_size()))
     new_groups = [ranks for ranks in rank_groups if ranks != world and ranks not in _communicators]
 
-    # NCCL splits all of them from the world's communicator at once, but in ascending order of ranks.
+    # NCCL can split all groups from the world's communicator in one call, if their ranks are ascending.
     are_ascending = all(list(ranks) == sorted(ranks) for ranks in new_groups)
     if device.can_split_groups() and len(new_groups) > 1 and are_ascending:
         _communicators.update(_split_world(new_groups))
@@ -56,7 +56,7 @@ def create_communicators(rank_groups: Sequence[tuple[int, ...]]) -> None:
 
 def _new_group(ranks: tuple[int, ...]) -> Any:
     """Create one process group, which connects its ranks at its first use. Collective over the world."""
-    # torch would sort the ranks, but their order is the order of shards.
+    # By default torch sorts the ranks, but their order is the order of shards.
     options: dict[str, Any] = {}
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
@@ -68,8 +68,8 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
 
     The groups share the world's bootstrap and its discovery of the topology.
     """
-    # The communicator to split must exist, and torch must know its device. It knows it only here: with a
-    # device bound for good, ranks outside a new group of another backend would split while its ranks do not.
+    # The world's communicator must exist and be bound to a device. The binding is temporary: if it remained,
+    # torch would split on the ranks outside a later group with a different backend, but not on its members.
     dist.all_reduce(torch.zeros(1, device=device.device()))
     world: Any = dist.group.WORLD
     world.bound_device_id = device.device()
@@ -81,7 +81,7 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
     finally:
         world.bound_device_id = None
 
-    # A rank outside a group needs no object for it.
+    # Ranks outside a group get torch's marker for it.
     rank = device.rank()
     groups: dict[tuple[int, ...], Any] = dict.fromkeys(rank_groups, dist.GroupMember.NON_GROUP_MEMBER)
     for ranks in rank_groups:
@@ -91,10 +91,10 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
 
 
 class ParallelGroups:
-    """Process groups of one role's layout, as this rank sees them.
+    """Process groups of one role's layout that this rank belongs to.
 
-    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is the group that this rank
-    belongs to, and None on ranks outside the layout. Collective over the world.
+    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is this rank's group of that
+    kind, or None on ranks outside the layout. Collective over the world.
     """
 
     def __init__(self, layout: ParallelLayout) -> None:
@@ -102,7 +102,7 @@ class ParallelGroups:
         self.rank = device.rank()
         self.member = self.rank in layout.ranks
 
-        # Creating groups is collective over the world: every rank makes all groups in this order.
+        # Creating a group is collective over the world, so every rank creates all groups, in this order.
         self._groups: dict[str, Any] = {}
         for name, rank_groups in layout.process_groups().items():
             self._groups[name] = self._group_of_this_rank(rank_groups)
@@ -124,7 +124,7 @@ class ParallelGroups:
         self.embedding = self._groups["embedding"]
 
     def _group_of_this_rank(self, rank_groups: Sequence[tuple[int, ...]]) -> Any:
-        """Create the groups of one name; return this rank's. Collective over the world."""
+        """Create the groups of one name; return this rank's group, or None. Collective over the world."""
         create_communicators(rank_groups)
         for ranks in rank_groups:
             if self.rank in ranks:
@@ -148,7 +148,7 @@ class ParallelGroups:
 
     @cached_property
     def megatron(self) -> ProcessGroupCollection:
-        """Return the groups as Megatron-Core's models, optimizer and schedules take them."""
+        """Return the groups in the form that Megatron-Core's models, optimizer and schedules expect."""
         groups = ProcessGroupCollection(
             tp=self.tensor,
             pp=self.pipeline,
@@ -169,15 +169,15 @@ class ParallelGroups:
         )
         groups.embd = self.embedding
 
-        # Megatron-Core 0.19 has groups that also span generalised tensor parallelism, which is not used here:
-        # they are then those without it. 0.16 has no such fields and ignores them.
+        # Megatron-Core 0.19 has further groups for generalised tensor parallelism. Without that feature they
+        # equal the usual groups. 0.16 has no such fields and ignores them.
         groups.dp_cp_gtp_remat = self.data_context  # pyright: ignore[reportAttributeAccessIssue]
         groups.expt_dp_gtp_remat = self.expert_data  # pyright: ignore[reportAttributeAccessIssue]
         groups.tp_ep_pp_with_egtp_remat = self.expert_model  # pyright: ignore[reportAttributeAccessIssue]
         groups.gtp_remat = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.expt_gtp_remat = None  # pyright: ignore[reportAttributeAccessIssue]
 
-        # An unset field has no attribute, and Megatron reads some of these without their feature.
+        # Set these to None: an unset field has no attribute, and Megatron reads some of them in any case.
         groups.pos_embd = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.hcp = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.inter_dist_opt = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -191,11 +191,12 @@ def join_span(
     count: int,
     timeout: float = 600.0,
 ) -> Any:
-    """Join a span: a process group across jobs, as between trainers and the workers of a rollout server.
+    """Join a span: a process group across jobs, such as trainers and the workers of a rollout server.
 
-    Its ``count`` processes meet at ``address:port``, which rank 0 opens. In calls on a span, global ranks are
-    the ranks within it. A default group is not needed. ``timeout`` in seconds bounds the rendezvous and every
-    collective. Collective over the ``count`` processes.
+    Its ``count`` processes rendezvous at ``address:port``, which rank 0 opens; ``rank`` is this process's
+    rank in the span. torch treats the ranks in a span as global ranks. A default group is not needed.
+    ``timeout`` in seconds bounds the rendezvous and every collective. Collective over the ``count``
+    processes.
     """
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore(address, port, count, is_master=rank == 0, timeout=limit)
@@ -203,7 +204,7 @@ def join_span(
     backends = c10d.Backend(device.backends())
     group, _ = c10d._new_process_group_helper(count, rank, [], backends, store, name, timeout=limit)
 
-    # torch maps group ranks to global ranks in every collective; a span has only its own ranks.
+    # torch maps group ranks to global ranks in every collective; in a span both are the same.
     identity = {rank_in_span: rank_in_span for rank_in_span in range(count)}
     c10d._world.pg_group_ranks[group] = identity  # pyright: ignore[reportArgumentType]
     return group
@@ -215,11 +216,11 @@ def leave_span(group: Any) -> None:
 
 
 def memberships() -> list[tuple[int, ...]]:
-    """Return the ranks of each group made so far that includes this rank; the default group comes first.
+    """Return the ranks of each existing group that includes this rank; the default group comes first.
 
-    The number of connections follows from it: the host's backend connects every pair of ranks in a group.
+    It gives the number of connections, since gloo connects every pair of ranks in a group.
     """
     rank = device.rank()
     world = tuple(range(dist.get_world_size()))
-    made_groups = [ranks for ranks in _communicators if rank in ranks]
-    return [world, *made_groups]
+    groups_of_rank = [ranks for ranks in _communicators if rank in ranks]
+    return [world, *groups_of_rank]

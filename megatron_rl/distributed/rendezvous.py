@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a job: the store through which they find each other.
+"""Rendezvous of the ranks of a job: the store through which they exchange their addresses.
 
 Ranks of an earlier attempt cannot join by mistake and, in a job on one host, other hosts cannot connect.
 """
@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.launcher import current_launch
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
-"""Time between two checks whether a newer attempt has begun while this rank waits for the first one."""
+"""Time that a rank waits for rank 0's acknowledgement before it checks for a newer attempt."""
 
 
 def open_store(timeout: timedelta) -> dist.Store:
@@ -54,7 +54,7 @@ def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
     address = "127.0.0.1"
     is_first = current_launch().rank == 0
 
-    # TCPStore takes a socket that listens already, here on the loopback interface alone.
+    # Give TCPStore a socket that already listens, only on the loopback interface.
     listener = None
     if is_first:
         try:
@@ -80,10 +80,10 @@ def agree_on_attempt(
 ) -> str:
     """Return a name of this attempt that all of its ranks agree on and no earlier attempt had.
 
-    torchrun keeps its store when it restarts the ranks, and with it the addresses of the ranks that are gone:
-    a rank that reads before its peers have written would wait for dead processes. The restart count does not
-    identify an attempt, since hosts may count differently. So rank 0 opens an attempt and acknowledges the
-    random identifier of each other rank; only the acknowledgement proves that the attempt is the current one.
+    torchrun's store survives a restart of the ranks, with the addresses of the previous ranks: a rank that
+    reads before its peers have written would wait for dead processes. The restart count does not identify an
+    attempt, since hosts may count differently. So rank 0 opens an attempt and acknowledges the random
+    identifier of each other rank; only the acknowledgement proves that the attempt is the current one.
 
     Raises DistStoreError after ``timeout``. Collective over the world.
     """
@@ -105,13 +105,13 @@ def agree_on_attempt(
             store.wait([f"{attempt} {identifier}"], _POLL_INTERVAL)
             return f"attempt {attempt}"
         except dist.DistStoreError:
-            # Not acknowledged yet, or the attempt belongs to a rank 0 that is gone.
+            # Not acknowledged yet, or the attempt belongs to a rank 0 that has exited.
             if time.monotonic() > deadline:
                 raise
 
 
 def rendezvous_error(error: Exception, timeout: float) -> UserError:
-    """Return the error for ranks that did not meet within ``timeout`` seconds."""
+    """Return the error for a rendezvous that failed within ``timeout`` seconds."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return UserError(
         "the ranks of the job do not meet",

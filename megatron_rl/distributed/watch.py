@@ -1,12 +1,12 @@
 """Hang detector: abort a job in which no rank makes progress, and report the ranks that the others wait for.
 
-A rank may wait for others as long as they work: for hours, where one of them generates long responses. So no
-collective has a timeout of its own. Instead a thread of each rank reports its position to the job's store,
-and one rank checks whether any position changes. Before a hanging job is aborted, each rank writes the
-collectives that it called last, as PyTorch's flight recorder knows them, for ``torchfrtrace FOLDER``.
+A rank may wait for other ranks as long as these make progress, even for hours if one of them generates long
+responses. So collectives have practically no timeout. Instead a thread of each rank reports the rank's
+position to the job's store, and one rank checks whether any position changes. Before a hanging job is
+aborted, each rank writes its last collectives from PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
 
-A job of one rank is watched by its own thread, which cannot detect a call into C that never releases the
-interpreter lock, or a process that is stopped.
+In a job of one rank, the thread of that rank is the only check. It cannot detect a call into C that never
+releases the interpreter lock, or a process that is stopped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_rl.distributed import device
 from megatron_rl.progress import progress_text
 
 _MAX_REPORT_INTERVAL = 5.0
-"""Seconds between two reports of a rank, at most; an eighth of a short limit."""
+"""Largest time in seconds between two reports of a rank; for a short limit it is an eighth of the limit."""
 _STACK_DEPTH = 4
-"""Innermost calls of a stack that a report names: the collective and its callers."""
+"""Number of innermost calls in a report: the collective and its callers."""
 _MAX_RANKS_LISTED = 8
-"""Ranks that the abort message lists, so that it stays readable in a large job."""
+"""Largest number of ranks in the abort message, so that it stays readable in a large job."""
 
 _ABORT_KEY = "hangs"
-"""Key of the job's store that is set once a rank decided to abort."""
+"""Key in the job's store that is set once a rank has decided to abort."""
 
 _watch: Watch | None = None
 
@@ -53,7 +53,7 @@ def last_calls(thread: int | None) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Position of one rank, as it is written to the job's store.
+    """Position of one rank, which it writes to the job's store.
 
     Example: ``Report("12", "81303", True, "rank 3 in phase learn after 40 micro-batches, inside barrier")``.
     """
@@ -63,14 +63,14 @@ class Report:
     progress: str
     """Hash of phase, work and stack; it changes when the main thread makes progress."""
     waits: bool
-    """Whether the main thread is in a collective, which other ranks must enter."""
+    """Whether the main thread is in a collective, where it may wait for other ranks."""
     text: str
     """Rank, phase, work and innermost calls, for the abort message."""
 
     @classmethod
     def read(cls, text: str) -> Report:
         """Parse a report from the text of `write`."""
-        # At most three cuts: the description may have lines of its own.
+        # Split only three times, since the description may contain line breaks.
         beat, progress, waits, description = text.split("\n", 3)
         return cls(beat, progress, bool(waits), description)
 
@@ -83,9 +83,11 @@ class Report:
 
 
 class HangDetector:
-    """Latest reports of all ranks, timed by one clock.
+    """Detector of a hang from the reports of all ranks, timed by the clock of the rank that reads them.
 
-    ``limit``: seconds without progress of any rank after which the job hangs.
+    ``limit``: seconds without progress of any rank after which the job counts as hanging.
+    ``ranks``: number of ranks.
+    ``now``: current time (monotonic, seconds).
     """
 
     def __init__(self, limit: float, ranks: int, now: float) -> None:
@@ -104,15 +106,15 @@ class HangDetector:
         self._last_report[rank] = report
 
     def is_silent(self, now: float, rank: int) -> bool:
-        """Return whether a rank stopped reporting: its process is stopped, or its machine is gone."""
+        """Return whether a rank no longer reports: its process is stopped, or its machine is unreachable."""
         return now - self._last_beat[rank] > self._limit / 2
 
     def abort_message(self, now: float) -> str | None:
-        """Return why the job must be aborted, with the stragglers; None while any rank makes progress."""
+        """Return why the job must be aborted, with the stragglers, or None while any rank makes progress."""
         if now - max(self._last_progress) <= self._limit:
             return None
 
-        # The ranks that block the others: silent ones, else those outside a collective, else possibly any.
+        # The stragglers block the other ranks: silent ranks, else ranks outside a collective, else all ranks.
         ranks = range(len(self._last_report))
         silent = [rank for rank in ranks if self.is_silent(now, rank)]
         busy = [rank for rank in ranks if rank not in silent and not self._is_waiting(rank)]
@@ -128,7 +130,7 @@ class HangDetector:
         if len(stragglers) > _MAX_RANKS_LISTED:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
 
-        # One of the waiting ranks is described, with the collective that it is in.
+        # Describe one of the waiting ranks, with its collective.
         waiting = [rank for rank in ranks if rank not in stragglers]
         if waiting:
             line = f"  waiting for them: {self._describe(waiting[0])}"
@@ -138,26 +140,28 @@ class HangDetector:
         return "\n".join(lines)
 
     def _describe(self, rank: int) -> str:
+        """Return the text of a rank's last report, or its number."""
         report = self._last_report[rank]
         if report is None:
             return str(rank)
         return report.text
 
     def _is_waiting(self, rank: int) -> bool:
+        """Return whether a rank was in a collective at its last report."""
         report = self._last_report[rank]
         return report is not None and report.waits
 
 
 class Watch:
-    """Thread that reports this rank to the job's store and ends the process when the job hangs.
+    """Thread that reports this rank's position to the job's store and ends the process when the job hangs.
 
-    Rank 0 decides whether the job hangs; while rank 0 is silent, the next rank that reports does.
+    Rank 0 decides whether the job hangs; if rank 0 is silent, the lowest rank that reports decides.
     Collective over the world.
 
-    ``limit``: seconds without progress of any rank, `rank_timeout`.
-    ``describe``: returns this rank and its phase, for messages.
-    ``abort``: prints a message and leaves the process.
-    ``records``: folder for the flight records of all ranks, None for no records.
+    ``limit``: seconds without progress of any rank after which the job is aborted (`rank_timeout`).
+    ``describe``: function that returns this rank and its phase, for messages.
+    ``abort``: function that prints a message and ends the process.
+    ``records``: folder for the flight records of all ranks, or None for no records.
     """
 
     def __init__(
@@ -178,11 +182,11 @@ class Watch:
         self._beats = 0
         self._stopped = threading.Event()
 
-        # A second connection: the main thread may block the first one for as long as it waits.
+        # Use a second connection, since the main thread may block the first one while it waits.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
 
-        # Every rank has reported once before any rank reads the reports of all.
+        # Every rank must have reported once before any rank reads the reports.
         self._report()
         dist.barrier()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
@@ -192,13 +196,13 @@ class Watch:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Report and check until the watch stops or the job hangs; the thread's function."""
+        """Report and check until the watch stops or the job hangs; the main function of the thread."""
         detector = None
         last_answer = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # After a gap this process itself was stopped, so its times of the other ranks are invalid.
+            # After a long gap this process itself was stopped, so its times of other ranks are invalid.
             if detector is None or now - last_answer > self._limit / 2:
                 detector = HangDetector(self._limit, self._world_size, now)
 
@@ -210,13 +214,13 @@ class Watch:
                 self._check(detector, now)
                 last_answer = now
             except RuntimeError as error:
-                # torch's stores raise it when their host is gone.
+                # torch's stores raise RuntimeError if their host is unreachable.
                 if not self._stopped.is_set() and now - last_answer > self._limit:
                     self._abort(f"{self._describe()}: the job's store does not answer: {error}")
 
     def _check(self, detector: HangDetector, now: float) -> None:
-        """Abort the job if it hangs and this rank is the one that decides."""
-        # Only rank 0 reads all reports; the others read its report until it is silent.
+        """Abort the job if it hangs and if this rank is the one that decides."""
+        # Only rank 0 reads all reports; other ranks read only rank 0's, until rank 0 is silent.
         first_unread = 0
         if self._rank != 0:
             self._read_reports(detector, now, range(1))
@@ -237,7 +241,7 @@ class Watch:
         self._store.set(_ABORT_KEY, message)
         self._write_flight_record()
 
-        # In three intervals the other ranks read the key and write their flight records.
+        # Within three intervals the other ranks read the key and write their flight records.
         if not self._stopped.wait(3 * self._interval):
             if self._records:
                 message += f"\n  the last collectives of each rank: torchfrtrace {self._records}"
@@ -248,7 +252,7 @@ class Watch:
         if self._records is None:
             return
 
-        # The abort message must appear even where the folder cannot be written.
+        # The abort message must appear even if the folder cannot be written.
         with contextlib.suppress(OSError):
             self._records.mkdir(parents=True, exist_ok=True)
             (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
@@ -264,7 +268,7 @@ class Watch:
         """Write the position of this rank's main thread to the store."""
         self._beats += 1
 
-        # Line numbers of the whole stack: a rank that works changes one of them.
+        # Hash the line numbers of the complete stack: while a rank makes progress, one of them changes.
         stack = []
         waits = False
         frame: Any = sys._current_frames().get(self._main_thread or 0)
@@ -301,7 +305,7 @@ def join(
 
 
 def leave_process(message: str) -> None:
-    """Print the message and end the process at once, even if its threads are blocked."""
+    """Print the message and end the process immediately, even if its threads are blocked."""
     os.write(2, f"\n{message}\n".encode())
     os._exit(1)
 

@@ -1,8 +1,8 @@
 """Episodes driven by an external agent program, through an OpenAI-compatible endpoint.
 
-Each episode has an endpoint of its own. A chat completion is one turn of the policy: the messages of the
-first request are the prompt, and the messages after the last completion are the observation. Nothing is
-tokenised a second time: the episode's sequence holds the tokens that were sampled, with their log-probs.
+Each episode has a separate endpoint. A chat completion is one turn of the policy: the messages of the first
+request are the prompt, and the messages after the last completion are the observation. No text is tokenised a
+second time: the episode's sequence consists of the sampled tokens, with their log-probs.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from megatron_rl.environments.environment import Environment, Episode, Message, 
 from megatron_rl.launcher import LOOPBACK, without_proxy
 
 LARGEST_REQUEST = 2**23
-"""Most bytes of a request's body: 8 MiB, several times the text of the longest context."""
+"""Largest body of a request in bytes: 8 MiB, several times the text of the longest context."""
 
 MODEL = "policy"
 """The only model that the endpoint lists."""
 
 _EXCERPT_BYTES = 2000
-"""Bytes at the end of a failed program's standard error that its failure quotes."""
+"""Bytes at the end of a failed program's standard error that the failure message quotes."""
 
 _SHUTDOWN_SECONDS = 0.1
-"""Time that open requests get to finish when the episode ends. aiohttp reads 0 as no time limit, and nobody
-waits for these responses: the agent has ended."""
+"""Time that open requests get to finish when the episode ends. It is short, since the agent that would read
+the responses has ended, and not 0, which aiohttp treats as no time limit."""
 
 _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
-"""Request fields without support, each with the values that ask for nothing and are therefore accepted."""
+"""Unsupported request field -> values that have no effect and are therefore accepted."""
 
 
 class Refused(Exception):
-    """Refusal of a request: HTTP status, error code of the JSON body, and message."""
+    """Rejection of a request: HTTP status, error code of the JSON body, and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class Conversation:
         self._history: list[dict[str, Any]] = []
         self._tools: Any = None
         self._last_completion: dict[str, Any] = {}
-        # Whether a request awaits its turn: an episode has one conversation, without forks.
+        # Whether a request is in progress: the conversation of an episode has no parallel branches.
         self._is_busy = False
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Conversation:
         _require_supported(request)
         messages = _normalized(request.get("messages"))
 
-        # A client that lost the response repeats its request. The turn was sampled already.
+        # A client that lost the response repeats its request, whose turn was already sampled.
         if self._history and messages == self._history[:-1]:
             return self._last_completion
         if self._is_busy:
@@ -97,7 +97,7 @@ class Conversation:
             raise Refused(400, "history", "the tools differ from the first request's")
 
     async def _turn(self, request: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Observe the new messages, sample one turn of the policy and return its completion."""
+        """Send the new messages to the policy, sample its turn and return the chat completion."""
         token_limit = request.get("max_completion_tokens") or request.get("max_tokens")
         try:
             if self._history:
@@ -107,7 +107,7 @@ class Conversation:
                 self._episode.open(messages, self._tools)
             message = await self._episode.generate(token_limit)
         except Truncated as error:
-            # OpenAI's own sentence and code: clients recognise a full context by them.
+            # OpenAI's own sentence and code, by which clients recognise a full context.
             text = f"This model's maximum context length is reached: {error}"
             raise Refused(400, "context_length_exceeded", text) from None
         except WrongUse as error:
@@ -139,10 +139,10 @@ def _require_supported(request: Mapping[str, Any]) -> None:
 
 
 def _normalized(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages in one canonical form, so that equal histories compare equal; raises Refused.
+    """Return the messages in canonical form, so that equal histories compare equal.
 
-    Clients send a message back in several spellings: content as text or as a list of parts, empty fields
-    present or absent, tool calls with further keys.
+    Clients send the same message in different forms: content as text or as a list of parts, empty fields
+    present or absent, tool calls with further keys. Raises Refused for malformed messages.
     """
     result = []
     try:
@@ -188,7 +188,7 @@ def _completion(
         "logprobs": None,
     }
     if with_log_probs:
-        # Token ids instead of text: a token of a byte-level vocabulary may be part of a character.
+        # Token ids instead of text, since a token of a byte-level vocabulary may be part of a character.
         entries = [
             {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
             for token, log_prob in zip(message.tokens, message.log_probs, strict=True)
@@ -227,16 +227,16 @@ async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
             return web.json_response({"error": details}, status=error.status)
 
     application = web.Application(client_max_size=LARGEST_REQUEST)
-    # One handler for every path, since a wrong path or method is answered in OpenAI's form, too.
+    # One handler for every path, so that the response to a wrong path or method has OpenAI's form, too.
     application.router.add_route("*", "/{path:.*}", handle)
 
-    # Signal handlers work on a process's main thread alone; an episode runs in a thread of its own.
+    # Signal handlers work only on a process's main thread; an episode runs in another thread.
     runner = web.AppRunner(
         application, handle_signals=False, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
     )
     await runner.setup()
     try:
-        # Port 0: the kernel chooses a free one.
+        # Port 0: the kernel chooses a free port.
         await web.TCPSite(runner, LOOPBACK, 0).start()
         port = runner.addresses[0][1]
         yield f"http://{LOOPBACK}:{port}/v1", key
@@ -286,7 +286,7 @@ class AgentEnvironment(Environment):
 
     # The endpoint, its connections, the program's standard streams, and the pipes that start it.
     own_files: ClassVar[int] = 16
-    # The program and its own children at one time: a shell around it, tools.
+    # The program, a shell around it, and its child processes, such as tools.
     own_processes: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
@@ -299,13 +299,13 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent as a client of ``base_url``; return its output, which `judge` receives."""
+        """Run the agent as a client of ``base_url``; return its output, the argument of `judge`."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run(self.command, variables, json.dumps(task))
 
     async def judge(self, episode: Episode, output: str) -> float | Mapping[str, float] | None:
-        """Return the reward of an episode from the agent's output; None leaves it to `reward.function`."""
+        """Compute the reward of an episode from the agent's output; None leaves it to `reward.function`."""
         return None
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
@@ -314,7 +314,8 @@ class AgentEnvironment(Environment):
             try:
                 output = await self.lead(episode, base_url, api_key)
             except Exception:
-                # An agent may crash when it is refused a turn: its episode is truncated, not failed.
+                # An agent may crash if its request is rejected for lack of room: the episode is then
+                # truncated, not failed.
                 if episode.truncated:
                     raise Truncated("the agent has no turns left") from None
                 raise
@@ -329,10 +330,10 @@ class AgentEnvironment(Environment):
 async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
     """Run a program with the task on standard input; return its standard output.
 
-    Afterwards every process that it started is killed. These are found by the episode's API key in their
-    environment, in whatever session they run.
+    Afterwards every process that it started is killed. These are identified by the episode's API key in their
+    environment, even if they run in another session.
     """
-    # Files, not pipes: a child that outlives the program would hold a pipe open.
+    # Files, not pipes: a child that outlives the program would keep a pipe open.
     with _temporary_file() as stdout, _temporary_file() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -345,13 +346,13 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
         try:
             await process.communicate(task.encode())
         finally:
-            # First its own session, then children that have left it.
+            # First kill the program's session, then children that have left it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             end_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
             await process.wait()
 
-        # The end of standard error has the exception of a Python program.
+        # Quote the end of standard error, where Python prints an exception.
         if process.returncode:
             size = os.fstat(stderr.fileno()).st_size
             excerpt = _text(stderr, max(0, size - _EXCERPT_BYTES))
@@ -362,7 +363,8 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
 def _temporary_file() -> IO[bytes]:
     """Return an unnamed temporary file in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    # Append: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier lines.
+    # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier
+    # lines.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     return file
 

@@ -1,8 +1,8 @@
 """Base classes of a user's environments; importable without torch.
 
-An environment is one side of one episode: the policy writes turns, the environment observes and rewards. Each
-episode has an object of its own, of the class that ``rollout.environment`` names, made with the settings
-next to that name. It runs in a contained process, never in the trainer's.
+An environment is the policy's counterpart in one episode: the policy generates turns, the environment sends
+observations and the reward. Each episode gets a new object of the class in ``rollout.environment.name``,
+constructed from the settings next to that name. It runs in a contained process, never in the trainer's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ ROLES = ("user", "tool", "system")
 """Roles of a message that an environment may send."""
 
 KEYS = {"role", "content", "tool_call_id", "name"}
-"""Keys of such a message; the first two are required."""
+"""Keys of a message that an environment may send; ``role`` and ``content`` are required."""
 
 LARGEST_OBSERVATION = 2**20
-"""Most characters of a message: far more than a context holds, so a longer one is a mistake."""
+"""Largest number of characters in a message: far more than fits into a context, so a longer one is a bug."""
 
 
 class Truncated(Exception):
-    """Exhausted room or turns of the policy: its episode ends there, without failure."""
+    """Signal that the policy has no tokens or turns left: the episode ends there, without failure."""
 
 
 class WrongUse(Exception):
-    """Misuse of `Episode` by an environment: its episode fails."""
+    """Error of an environment that misuses `Episode`, which fails the episode."""
 
 
 class Message(str):
@@ -48,11 +48,11 @@ class Message(str):
     """The engine's log-prob of each token."""
 
     context: int
-    """Number of tokens before the turn, prompt included."""
+    """Number of tokens before the turn, including the prompt."""
 
     tool_calls: tuple[dict[str, Any], ...]
     """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
-    is set; the text is then the turn's text without the calls."""
+    is set; the text then excludes the calls."""
 
     def __new__(
         cls,
@@ -63,7 +63,7 @@ class Message(str):
         context: int = 0,
         tool_calls: Sequence[dict[str, Any]] = (),
     ) -> Message:
-        # In __new__: the text of a str is set before __init__ runs.
+        # In __new__, since the text of a str is set before __init__ runs.
         message = super().__new__(cls, text)
 
         message.tokens = tuple(tokens)
@@ -90,7 +90,7 @@ class Opening(NamedTuple):
 
 
 class TurnSource(Protocol):
-    """Source of the policy's turns: sends an observation and awaits the turn that follows it."""
+    """Function that sends observed messages to the policy and awaits its next turn."""
 
     async def __call__(
         self,
@@ -103,9 +103,9 @@ class TurnSource(Protocol):
 class Episode:
     """One conversation between the policy and an environment.
 
-    ``prompt`` is the text of the prompt; ``ground_truth`` and ``metadata`` are the record's. Everything
-    random in the environment must follow from ``seed``: an episode is repeated when a process is lost or a
-    run is resumed, and must then take the same course. ``messages`` are those after the prompt.
+    ``prompt`` is the text of the prompt; ``ground_truth`` and ``metadata`` come from the record. The
+    environment must derive all its random numbers from ``seed``: an episode is repeated when a process is
+    lost or a run is resumed, and must then be the same. ``messages`` are all messages after the prompt.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Episode:
     async def generate(self, limit: int | None = None) -> Message:
         """Return the policy's next turn, of at most ``limit`` tokens.
 
-        Raises Truncated if the sequence has no room left, or the episode has had its ``max_turns``.
+        Raises Truncated if the sequence has no tokens left, or if the episode has used its ``max_turns``.
         """
         try:
             message = await self._turns(self._observed, limit, self._opening)
@@ -154,7 +154,7 @@ class Episode:
     def observe(self, *messages: str | Mapping[str, str]) -> None:
         """Send messages to the policy: text of the user, or mappings with ``role`` and ``content``.
 
-        A tool's result may have its ``tool_call_id`` and the tool's ``name``.
+        A tool's result may also have ``tool_call_id`` and ``name``.
         """
         for message in messages:
             if isinstance(message, str):
@@ -174,10 +174,10 @@ class Episode:
 
 
 class Environment:
-    """The policy's counterpart in one episode. Derive from it and define `run`.
+    """Counterpart of the policy in one episode. Derive from it and define `run`.
 
-    ``own_files`` and ``own_processes`` are the open files and the processes that each episode needs. They are
-    added to `rollout.environment.limits`, which bound a whole process of episodes.
+    ``own_files`` and ``own_processes`` are the numbers of open files and of processes that each episode
+    needs. They are added to `rollout.environment.limits`, which apply to a process with many episodes.
     """
 
     own_files: ClassVar[int] = 0
@@ -193,16 +193,16 @@ class Environment:
 
 
 class StepEnvironment(Environment):
-    """An environment in the form of Gym: define `reset` and `step`, async or not."""
+    """Environment with Gym's interface: define `reset` and `step`, async or not."""
 
     def reset(self, episode: Episode) -> Any:
-        """Prepare for an episode, whose prompt the policy answers first. The result is ignored."""
+        """Prepare for an episode before the policy's answer to the prompt. The result is ignored."""
 
     def step(self, response: Message) -> Any:
         """Process a turn of the policy; return (observation, reward, done).
 
-        The observation is an argument of `Episode.observe`, or a list of them; it is ignored when done. Gym's
-        (observation, reward, terminated, truncated, info) is accepted, too.
+        The observation is an argument of `Episode.observe`, or a list of such arguments; it is ignored if
+        ``done``. Gym's (observation, reward, terminated, truncated, info) is accepted, too.
         """
         raise NotImplementedError
 

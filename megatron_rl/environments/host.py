@@ -1,7 +1,7 @@
-"""The process in which environments run, and the messages between it and the trainer.
+"""Process in which environments run, and the messages between it and the trainer.
 
-Each episode has a thread with an event loop of its own. So an environment may block, in async code or not,
-without delaying another one.
+Each episode has a separate thread and event loop. So an environment may block, in async code or not, without
+delaying another environment.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from megatron_rl.environments.environment import Environment, Episode, Message, 
 from megatron_rl.errors import UserError, UserErrors, single_errors
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failure_frame, reward_frame
 
-# Requests of the trainer, each followed by the number of an episode: start it, send it a turn of the policy,
-# refuse it a further turn, cancel it; and a check that the process responds, for no episode.
+# Requests of the trainer, each followed by the number of an episode: start it, send a turn of the policy,
+# reject its request for a turn, cancel it. A ping checks that the process responds; it has no episode.
 START = "start"
 TURN = "turn"
 END = "end"
 CANCEL = "cancel"
 PING = "ping"
 
-# Replies: an episode asks for a turn, has ended, has released its thread; and the response to a ping.
-ASKS = "asks"
+# Replies: an episode requests a turn, has ended, has released its thread; and the response to a ping.
+TURN_REQUESTED = "turn requested"
 ENDED = "ended"
 CLOSED = "closed"
-LIVES = "lives"
+ALIVE = "alive"
 
-WHERE = "rollout.environment"
-"""Key of the configuration that errors of this room name."""
+CONFIG_KEY = "rollout.environment"
+"""Configuration key of environments, for errors."""
 
 LOOP_FILES = 3
-"""Files that an episode's event loop has open, in addition to its environment's."""
+"""Open files of an episode's event loop, in addition to those of its environment."""
 
-MOST_OWN = 32
-"""Own files, and own processes, of one episode that the fixed limits of a process already include."""
+MAX_OWN_PER_EPISODE = 32
+"""Number of files, and of processes, per episode that the hard limits of a process allow for."""
 
 LARGEST_OWN = 4096
-"""Most own files, or processes, that an environment's class may claim."""
+"""Largest valid ``own_files`` and ``own_processes`` of an environment's class."""
 
 _THREAD_STACK = 2**20
-"""Bytes of an episode's stack, instead of the usual 8 MiB: a process may have thousands of episodes."""
+"""Stack of an episode's thread in bytes; the usual 8 MiB are too many for thousands of episodes."""
 
 
 def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
-    """Load the environment's class, report it, and run every episode that the trainer starts.
+    """Load the environment's class, report that it is ready, and run every episode that the trainer starts.
 
-    ``unenforced`` are the limits that this machine's kernel does not enforce; the trainer reports them.
+    ``unenforced`` are descriptions of limits that this machine's kernel does not enforce, for the trainer.
     """
     paths, class_path, settings, max_turns = requests.read()
     set_module_sources(paths)
     threading.stack_size(_THREAD_STACK)
     try:
-        make_environment = factory(class_path, settings)
+        make_environment = make_factory(class_path, settings)
     except UserError as error:
         requests.reply({"kind": READY, "errors": [detail.to_json() for detail in single_errors(error)]})
         return
@@ -75,7 +75,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
     own_files = LOOP_FILES + environment_class.own_files
     loops = _EventLoops(limits["files"], own_files, environment_class.own_processes)
 
-    # Episodes reply from their threads.
+    # Episodes reply from their threads, so the replies need a lock.
     reply_lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
         except EOFError:
             return
         if kind == PING:
-            reply({"kind": LIVES})
+            reply({"kind": ALIVE})
         elif kind == START:
             running[number] = _RunningEpisode(number, make_environment, max_turns, loops, reply, *values)
         elif kind == CANCEL:
@@ -100,25 +100,28 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
             running[number].answer(Truncated("no room is left"))
 
 
-def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
-    """Return a function that makes an environment of a class with ``settings``; raises UserError."""
+def make_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
+    """Return a function that constructs an environment of a class from ``settings``.
+
+    Raises UserError for a wrong class or wrong settings.
+    """
     cls = _environment_class(class_path)
 
     values = dict(settings)
     if is_dataclass(cls):
-        parsed = parse_settings(cls, settings, WHERE)
-        if errors := value_errors(parsed, WHERE):
+        parsed = parse_settings(cls, settings, CONFIG_KEY)
+        if errors := value_errors(parsed, CONFIG_KEY):
             raise UserErrors(errors)
-        # Only the given settings: the class fills in its own defaults for each object.
+        # Pass only the explicit settings, so that each object gets the defaults of its class.
         values = {name: getattr(parsed, name) for name in settings}
 
-    # Construct one now, so that wrong settings are an error before the first episode.
+    # Construct one environment now, so that wrong settings are an error before the first episode.
     try:
         cls(**values)
     except TypeError as error:
         raise UserError(
-            f"{class_path} cannot be made of its settings",
-            where=WHERE,
+            f"{class_path} cannot be constructed from its settings",
+            where=CONFIG_KEY,
             expected=f"settings for {cls.__name__}{inspect.signature(cls)}",
             got=str(error),
             fix="correct the settings or the class",
@@ -127,12 +130,12 @@ def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment
 
 
 def _environment_class(class_path: str) -> type[Environment]:
-    """Load a class of environments; raises UserError for anything else."""
+    """Load a class of environments; raises UserError for any other object and for an invalid class."""
     cls = load_callable(class_path)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise UserError(
-            f"{class_path} is no environment",
-            where=f"{WHERE}.name",
+            f"{class_path} is not an environment",
+            where=f"{CONFIG_KEY}.name",
             expected="a class derived from megatron_rl.Environment or megatron_rl.StepEnvironment",
             got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
             fix="derive the class from one of them",
@@ -142,7 +145,7 @@ def _environment_class(class_path: str) -> type[Environment]:
     if not inspect.iscoroutinefunction(cls.run):
         raise UserError(
             f"{class_path}.run is not async",
-            where=f"{WHERE}.name",
+            where=f"{CONFIG_KEY}.name",
             expected="async def run(self, episode)",
             got="def run",
             fix="write async def, and await episode.generate()",
@@ -153,7 +156,7 @@ def _environment_class(class_path: str) -> type[Environment]:
         if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
             raise UserError(
                 f"{class_path}.{name} is not a valid count",
-                where=f"{WHERE}.name",
+                where=f"{CONFIG_KEY}.name",
                 expected=f"{name}: ClassVar[int], 0 to {LARGEST_OWN}",
                 got=f"{count!r:.80}",
                 fix="correct the class",
@@ -162,10 +165,10 @@ def _environment_class(class_path: str) -> type[Environment]:
 
 
 class _EventLoops:
-    """Event loops of all episodes, with the limits that follow from their number.
+    """Factory of the episodes' event loops, which adapts the process's limits to their number.
 
-    Each episode adds its ``own_files`` and ``own_processes`` to the limits; ``files`` is the limit of open
-    files without episodes.
+    ``files``: limit of open files without episodes.
+    ``own_files``, ``own_processes``: numbers that each episode adds to the limits.
     """
 
     def __init__(self, files: int, own_files: int, own_processes: int) -> None:
@@ -176,16 +179,17 @@ class _EventLoops:
         self._lock = threading.Lock()
 
     def open(self) -> asyncio.AbstractEventLoop:
-        """Return a new loop, after its limits are raised."""
+        """Raise the limits for one more episode, and return its new event loop."""
         self._change_limits(1)
         return asyncio.new_event_loop()
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close a loop, then lower the limits by its share."""
+        """Close the event loop of an episode, then lower the limits by its share."""
         loop.close()
         self._change_limits(-1)
 
     def _change_limits(self, num_loops: int) -> None:
+        """Change the number of open loops by ``num_loops``, and set the limits for the new number."""
         with self._lock:
             self._num_open += num_loops
             allow_files(self._files + self._num_open * self._own_files)
@@ -193,7 +197,7 @@ class _EventLoops:
 
 
 class _RunningEpisode:
-    """One episode: its thread, its event loop, and the turn that it awaits.
+    """Running episode: its thread, its event loop, and the turn that it awaits.
 
     The environment runs on the loop's thread. `answer` and `cancel` are called on the process's main thread.
     """
@@ -216,7 +220,7 @@ class _RunningEpisode:
         self._loops = loops
         self._loop = loops.open()
         self._task: asyncio.Task | None = None
-        # The turn that was requested last: pending, received, or cancelled. None before the first.
+        # Last requested turn: pending, received, or cancelled. None before the first request.
         self._awaited: asyncio.Future | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run_thread, daemon=True).start()
@@ -236,7 +240,7 @@ class _RunningEpisode:
         self._call(deliver)
 
     def cancel(self) -> None:
-        """Cancel the environment at its next await; its thread replies that it is closed."""
+        """Cancel the environment at its next await; its thread then sends `CLOSED`."""
         self._started.wait()
         task = self._task
         assert task is not None
@@ -253,22 +257,22 @@ class _RunningEpisode:
         limit: int | None,
         opening: Opening | None,
     ) -> Message:
-        """Send the observed messages to the trainer and return the turn that follows; see `TurnSource`."""
+        """Send the observed messages to the trainer and return the policy's next turn; see `TurnSource`."""
         self._require_order(observed, limit)
         if self._turns_left == 0:
             raise Truncated("the episode has used all its turns")
         self._turns_left -= 1
 
-        frame: dict[str, Any] = {"kind": ASKS, "messages": observed, "limit": limit}
+        frame: dict[str, Any] = {"kind": TURN_REQUESTED, "messages": observed, "limit": limit}
         if self._awaited is None and opening is not None:
             frame["opening"] = opening._asdict()
-        # Made before the request is sent, since the turn arrives on another thread.
+        # Create the future before the request is sent, since the turn arrives on another thread.
         self._awaited = self._loop.create_future()
         self._send(frame)
         return await self._awaited
 
     def _require_order(self, observed: list[dict[str, str]], limit: int | None) -> None:
-        """Raise WrongUse unless the environment may ask for a turn now."""
+        """Raise WrongUse unless the environment may request a turn now."""
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
         if self._awaited is None:
@@ -284,6 +288,7 @@ class _RunningEpisode:
             raise WrongUse("generate() was called twice with nothing observed in between")
 
     def _send(self, frame: Mapping[str, Any]) -> None:
+        """Send a message of this episode to the trainer."""
         self._reply({"episode": self._number, **frame})
 
     def _run_thread(self) -> None:
@@ -296,7 +301,7 @@ class _RunningEpisode:
             self._loops.close(self._loop)
 
     async def _run(self) -> None:
-        """Run the environment and send the trainer its reward or failure; a cancelled one sends nothing."""
+        """Run the environment and send its reward or failure to the trainer; nothing if it is cancelled."""
         self._task = asyncio.current_task()
         self._started.set()
         try:
@@ -309,15 +314,15 @@ class _RunningEpisode:
         except WrongUse as error:
             answer = failure_frame(WRONG_TYPE, str(error))
         except BaseException as error:
-            # BaseException: an environment that calls sys.exit must not end the process of the others.
+            # BaseException: an environment that calls sys.exit must not end the process of other episodes.
             answer = failure_frame(EXCEPTION, format_error(error))
 
-        # "kind" is the frame's own key in this protocol.
+        # In this protocol "kind" is the kind of the message, so the kind of the answer is under "result".
         answer["result"] = answer.pop("kind")
         self._send({"kind": ENDED, "truncated": self._episode.truncated, **answer})
 
     async def _reward(self) -> Any:
-        """Run the environment; return its reward, None for a truncated episode."""
+        """Run the environment; return its reward, or None for a truncated episode."""
         try:
             return await self._make_environment().run(self._episode)
         except Truncated:

@@ -1,8 +1,9 @@
-"""The trainer's side of environments: their processes, time limits, and validation of their messages.
+"""Trainer's side of environments: their processes, time limits, and the validation of their messages.
 
-An environment is user code. It may raise, hang, exhaust its process or send anything, and in every case only
-its own episode may fail. `EnvironmentPool` therefore validates every message before use (`_event`), gives
-every turn a deadline, and replaces a process that is lost. The other episodes of a lost process start again.
+An environment is user code. It may raise, hang, exhaust its process or send malformed messages, and in every
+case only its own episode may fail. `EnvironmentPool` therefore validates every message before use
+(`_event_of`), gives every turn a deadline, and replaces a lost process. The other episodes of a lost process
+are restarted.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from megatron_rl.rewards import calls
 from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, read_answer
 
 GRACE_SECONDS = 2.0
-"""Time that a cancelled environment has to end, and a process to respond to a ping; then the process is
-replaced."""
+"""Time within which a cancelled environment must end, and a process must respond to a ping; then the process
+is replaced."""
 
-MOST_EPISODES = 2**14
-"""Episodes of a process whose own files are added to ``limits.files``."""
+MAX_EPISODES = 2**14
+"""Number of episodes per process for whose files the hard limit of open files allows."""
 
-MOST_PROGRAMS = 2**10
-"""Episodes of a process whose own processes are added to ``limits.processes``; fewer, since the kernel bounds
-processes, too."""
+MAX_PROGRAMS = 2**10
+"""Number of episodes per process for whose child processes the hard limit of processes allows; it is lower,
+since the kernel bounds processes, too."""
 
 
 class TurnRequest(NamedTuple):
@@ -53,13 +54,13 @@ class TurnRequest(NamedTuple):
     """Number of the episode."""
 
     messages: list[dict[str, str]]
-    """Messages that the environment observed since the last turn."""
+    """Messages that the environment sends to the policy, all since the last turn."""
 
     limit: int | None
-    """Most tokens of the turn, None without a limit."""
+    """Largest number of tokens of the turn, or None if unlimited."""
 
     opening: Opening | None = None
-    """Messages in place of the record's prompt, with the first request alone."""
+    """Messages in place of the record's prompt; only the first request of an episode may have them."""
 
 
 class EpisodeEnd(NamedTuple):
@@ -74,23 +75,23 @@ class EpisodeEnd(NamedTuple):
     """Number of the episode."""
 
     reward: float | None = None
-    """Reward of the environment, None if it leaves the reward to others, or has failed."""
+    """Reward of the environment, or None if it failed or leaves the reward to a reward function or model."""
 
     components: Mapping[str, float] = {}
     """Named components, in addition to the reward."""
 
     truncated: bool = False
-    """Whether the environment was refused a turn."""
+    """Whether the episode ended because no tokens or turns were left."""
 
     failure: str | None = None
-    """Kind of the failure, None without one."""
+    """Failure reason, or None for a valid episode."""
 
     message: str = ""
-    """Text of the failure."""
+    """Details of the failure."""
 
 
 class EpisodeRestart(NamedTuple):
-    """Restart of an episode whose process was lost: its new environment asks for the first turn again."""
+    """Restart of an episode whose process was lost: a new environment requests the first turn again."""
 
     number: int
     """Number of the episode."""
@@ -101,7 +102,7 @@ Event = TurnRequest | EpisodeEnd | EpisodeRestart
 
 @dataclass
 class _OpenEpisode:
-    """An episode that has not ended, in a process or waiting for one."""
+    """Episode that has not ended: it runs in a process, or waits for one."""
 
     number: int
 
@@ -109,16 +110,16 @@ class _OpenEpisode:
     """Arguments of `Episode`."""
 
     busy_since: float | None = None
-    """Time since which its environment works, None while it awaits a turn."""
+    """Time (monotonic) since which the environment has been running, or None while it awaits a turn."""
 
     runs_alone: bool = False
-    """Whether it may have ended a process. It then gets a process without others, so that the next loss is
-    certainly its own."""
+    """Whether the episode may have caused the loss of a process. It then runs in a process without other
+    episodes, so that it is certainly the cause if that process is lost, too."""
 
 
 @dataclass
 class _Host:
-    """A process of environments, with its episodes."""
+    """Process of environments, with its episodes."""
 
     process: ContainedProcess
 
@@ -126,26 +127,26 @@ class _Host:
     """Open episodes by number."""
 
     closing: dict[int, float] = field(default_factory=dict)
-    """Deadline of each cancelled episode to release its thread."""
+    """Number of each cancelled episode -> time (monotonic) by which it must release its thread."""
 
     pinged: float | None = None
-    """Time of an open ping, None without one. Sent when an environment is late, to distinguish a late
-    environment from a process that is blocked as a whole."""
+    """Time (monotonic) of a ping without response, or None. A ping is sent if an environment is late, to
+    distinguish a late environment from a process that is blocked as a whole."""
 
 
 class EnvironmentPool:
-    """Environments in ``config.workers`` processes.
+    """Pool of ``config.workers`` processes that run environments.
 
-    An environment that raises, exceeds ``config.turn_timeout`` or ends its process ends its own episode.
-    Other episodes of the same process are restarted, see `EpisodeRestart`. The constructor loads the class in
-    every process and raises UserError if that fails. ``missing`` describes the limits that this machine's
-    kernel does not enforce.
+    If an environment raises, exceeds ``config.turn_timeout`` or ends its process, only its own episode fails.
+    Other episodes of a lost process are restarted, see `EpisodeRestart`. The constructor loads the class in
+    every process and raises UserError if that fails. ``missing`` are descriptions of the limits that this
+    machine's kernel does not enforce.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self._next_number = 0
-        # Reason why no process could be started, empty if one could.
+        # Reason why the last attempt to start a process failed.
         self._start_failure = ""
 
         # Episodes without a process, first in first out.
@@ -159,17 +160,17 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
-        # Equal for all processes of a machine.
+        # The limits are the same for all processes of a machine.
         self.missing: tuple[str, ...] = tuple(unenforced[0])
 
     def _start_process(self) -> list[str]:
-        """Start a process and load the class in it; return the limits that it does not enforce."""
+        """Start a process and load the class in it; return descriptions of unenforced limits."""
         limits = {
             **asdict(self.config.limits),
             # An agent connects to its endpoint on the loopback interface.
             "loopback": True,
-            "own_files": protocol.MOST_OWN * MOST_EPISODES,
-            "own_processes": protocol.MOST_OWN * MOST_PROGRAMS,
+            "own_files": protocol.MAX_OWN_PER_EPISODE * MAX_EPISODES,
+            "own_processes": protocol.MAX_OWN_PER_EPISODE * MAX_PROGRAMS,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits, self.config.name)
         try:
@@ -177,7 +178,7 @@ class EnvironmentPool:
         except LoadFailed as error:
             raise error.as_error(
                 f"the environment {self.config.name}",
-                f"{protocol.WHERE}.name",
+                f"{protocol.CONFIG_KEY}.name",
                 "module:Class or path/to/file.py:Class that can be imported",
             ) from None
 
@@ -188,7 +189,7 @@ class EnvironmentPool:
         return [str(item) for item in ready.get("missing", ())]
 
     def reserve(self, count: int) -> int:
-        """Return the first of ``count`` consecutive episode numbers that were never used."""
+        """Reserve ``count`` consecutive new episode numbers and return the first."""
         first = self._next_number
         self._next_number += count
         return first
@@ -198,33 +199,36 @@ class EnvironmentPool:
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
     def turn(self, number: int, text: str, *attributes: Any) -> None:
-        """Send a turn of the policy to the environment that awaits it; ``attributes`` as in `Message`."""
+        """Send a turn of the policy to the environment that awaits it.
+
+        ``text`` and ``attributes`` are the arguments of `Message`.
+        """
         self._send(number, protocol.TURN, text, *attributes)
 
     def end(self, number: int) -> None:
-        """Refuse the environment a turn for which its sequence has no room."""
+        """Reject the environment's request for a turn, because its sequence has no room."""
         self._send(number, protocol.END)
 
     def forget(self, number: int) -> None:
-        """Cancel an episode, also one that waits for a process."""
+        """Cancel an episode, which may be running or waiting for a process."""
         self._waiting = [episode for episode in self._waiting if episode.number != number]
         for host in self._hosts:
             if host.episodes.pop(number, None) is not None:
-                host.process.ask((protocol.CANCEL, number))
+                host.process.send_request((protocol.CANCEL, number))
                 host.closing[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a request to an episode's process; its environment works from now on."""
+        """Send a request to an episode's process; its environment is running from now on."""
         for host in self._hosts:
             if number in host.episodes:
-                host.process.ask((kind, number, *values))
+                host.process.send_request((kind, number, *values))
                 host.episodes[number].busy_since = time.monotonic()
 
     def poll(self, seconds: float) -> list[Event]:
-        """Return the events of environments, waiting up to ``seconds`` for the first."""
+        """Return the events of all environments, after a wait of at most ``seconds`` for the first event."""
         events: list[Event] = []
 
-        # Try again to replace lost processes, as long as episodes wait for one.
+        # Retry to replace lost processes while episodes wait for a process.
         while self._waiting and len(self._hosts) < self.config.workers:
             num_hosts = len(self._hosts)
             self._restart_process()
@@ -235,7 +239,7 @@ class EnvironmentPool:
             return events
         self._dispatch()
 
-        # Wait for messages, at most until the next deadline.
+        # Wait for messages until the next deadline at most.
         now = time.monotonic()
         waits = [seconds]
         for host in self._hosts:
@@ -248,16 +252,16 @@ class EnvironmentPool:
 
         for host in ready:
             self._receive(host, events)
-        # A message that has arrived is in time, so only the other processes can be late.
+        # A process with a message is responsive, so check only the deadlines of the other processes.
         for host in list(self._hosts):
             if host not in ready:
                 self._check_deadlines(host, events)
         return events
 
     def _dispatch(self) -> None:
-        """Assign waiting episodes to the processes with the fewest.
+        """Assign each waiting episode to the process with the fewest episodes.
 
-        An episode that runs alone waits until a process is empty, and keeps others away from it.
+        An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
         """
         for episode in list(self._waiting):
             available = [
@@ -266,17 +270,17 @@ class EnvironmentPool:
                 if not any(resident.runs_alone for resident in host.episodes.values())
             ]
             host = min(available, key=lambda host: len(host.episodes), default=None)
-            # Later episodes are not held up by one that waits for an empty process.
+            # An episode that waits for an empty process does not delay the episodes behind it.
             if host is None or (episode.runs_alone and host.episodes):
                 continue
 
             self._waiting.remove(episode)
             host.episodes[episode.number] = episode
-            host.process.ask((protocol.START, episode.number, episode.values))
+            host.process.send_request((protocol.START, episode.number, episode.values))
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times at which a process has to be checked for lateness."""
+        """Return the times (monotonic) of a process's deadlines."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
         deadlines = list(host.closing.values())
@@ -286,7 +290,7 @@ class EnvironmentPool:
         return deadlines
 
     def _receive(self, host: _Host, events: list[Event]) -> None:
-        """Process the messages that have arrived from a process; replace it if it has ended."""
+        """Handle the messages of a process; replace it if it has ended or sent a malformed message."""
         frames, is_open = host.process.frames()
         for frame in frames:
             number = frame.get("episode")
@@ -294,22 +298,22 @@ class EnvironmentPool:
             if kind == protocol.CLOSED and isinstance(number, int):
                 host.closing.pop(number, None)
                 continue
-            if kind == protocol.LIVES and host.pinged is not None:
+            if kind == protocol.ALIVE and host.pinged is not None:
                 self._fail_late(host, events)
                 continue
             # Drop a message that was sent before the environment was cancelled.
             if number in host.closing:
                 continue
 
-            event = _event(frame, host.episodes)
+            event = _event_of(frame, host.episodes)
             if event is None:
                 host.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
                 break
             if isinstance(event, TurnRequest):
                 host.episodes[event.number].busy_since = None
             else:
-                # The process keeps the thread of an episode until the episode is cancelled.
-                host.process.ask((protocol.CANCEL, event.number))
+                # An episode's thread in the process ends only when the episode is cancelled.
+                host.process.send_request((protocol.CANCEL, event.number))
                 del host.episodes[event.number]
             events.append(event)
 
@@ -319,7 +323,7 @@ class EnvironmentPool:
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
         """Ping a process with a late environment; replace a process that does not respond.
 
-        The ping comes first: if the whole process is blocked, it is not known which environment blocks it.
+        The ping comes first, because a late environment may be the victim of another that blocks the process.
         """
         now = time.monotonic()
         if host.pinged is not None:
@@ -327,12 +331,12 @@ class EnvironmentPool:
                 self._lose(host, events, TIMEOUT)
         elif self._late(host):
             host.pinged = now
-            host.process.ask((protocol.PING, -1))
+            host.process.send_request((protocol.PING, -1))
         elif any(now >= deadline for deadline in host.closing.values()):
             self._replace(host, events)
 
     def _late(self, host: _Host) -> list[_OpenEpisode]:
-        """Return the episodes whose environments have exceeded their time for a turn."""
+        """Return the episodes whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
             episode
@@ -348,20 +352,21 @@ class EnvironmentPool:
             events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
 
     def _timeout_message(self) -> str:
+        """Return the failure message of a late episode."""
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
     def _lose(self, host: _Host, events: list[Event], reason: str) -> None:
-        """Replace a lost process and fail the episode that is responsible.
+        """Replace a lost process and fail the episode that caused the loss.
 
-        That is the only busy episode, or the one that runs alone. With several busy episodes it is not known:
-        each of them is restarted alone.
+        The cause is the only busy episode, or the episode with ``runs_alone``. If several episodes are busy,
+        the cause is unknown, and each of them is restarted with ``runs_alone``.
         """
         suspects = [episode for episode in host.episodes.values() if episode.busy_since is not None]
         status = self._replace(host, events)
 
         message = f"its process ended with status {status}"
-        limit = exceeded_limit(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
+        limit = exceeded_limit(status, asdict(self.config.limits), f"{protocol.CONFIG_KEY}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
         elif host.process.protocol_error:
@@ -371,19 +376,19 @@ class EnvironmentPool:
 
         for episode in suspects:
             if episode.runs_alone or len(suspects) == 1:
-                # `_replace` has restarted it.
+                # Undo the restart by `_replace`.
                 self._waiting.remove(episode)
                 events.remove(EpisodeRestart(episode.number))
                 events.append(EpisodeEnd(episode.number, failure=reason, message=message))
             episode.runs_alone = True
 
     def _replace(self, host: _Host, events: list[Event]) -> int:
-        """Kill a process, start another and restart its episodes; return its exit status."""
+        """Kill a process, start a replacement and restart the episodes; return the exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
 
-        # Also the episodes that were awaiting a turn: their environments are gone.
+        # Episodes that were awaiting a turn are restarted, too, since their environments are lost.
         for episode in host.episodes.values():
             episode.busy_since = None
             self._waiting.append(episode)
@@ -393,11 +398,11 @@ class EnvironmentPool:
     def _restart_process(self) -> None:
         """Start a process in place of a lost one, with several attempts.
 
-        The class was loaded before, so a failure has a passing cause: the process was killed, or the machine
-        is out of memory.
+        The class was loaded before, so a failure is temporary: the process was killed, or the machine is out
+        of memory.
         """
-        started = time.monotonic()
-        # None: no wait after the last attempt.
+        start_time = time.monotonic()
+        # None stands for no wait after the last attempt.
         for wait_seconds in (*calls.RESTART_DELAYS, None):
             try:
                 self._start_process()
@@ -405,7 +410,7 @@ class EnvironmentPool:
             except UserError as error:
                 self._start_failure = "; ".join(str(detail.got) for detail in single_errors(error))
 
-            is_late = time.monotonic() - started > calls.RESTART_SECONDS
+            is_late = time.monotonic() - start_time > calls.RESTART_SECONDS
             if wait_seconds is None or is_late:
                 return
             time.sleep(wait_seconds)
@@ -423,7 +428,7 @@ class EnvironmentPool:
 
 
 def environment_errors(config: EnvironmentConfig) -> list[UserError]:
-    """Return the errors of an environment's class and settings, which a contained process loads."""
+    """Load an environment's class and settings in a contained process, and return the errors."""
     try:
         EnvironmentPool(replace(config, workers=1)).close()
     except UserError as error:
@@ -431,22 +436,27 @@ def environment_errors(config: EnvironmentConfig) -> list[UserError]:
     return []
 
 
-def _event(frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]) -> TurnRequest | EpisodeEnd | None:
-    """Validate a message of a process and return its event, None if it is malformed or out of turn."""
+def _event_of(
+    frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]
+) -> TurnRequest | EpisodeEnd | None:
+    """Validate a message of a process; return its event, or None if it is malformed or out of order."""
     number = frame.get("episode")
     if not isinstance(number, int) or number not in episodes:
         return None
 
-    # An environment may only ask while it works, not while it awaits a turn.
-    if frame.get("kind") == protocol.ASKS and episodes[number].busy_since is not None:
-        return _asks(number, frame)
+    # An environment must not request a turn while it awaits one.
+    if frame.get("kind") == protocol.TURN_REQUESTED and episodes[number].busy_since is not None:
+        return _turn_request(number, frame)
     if frame.get("kind") == protocol.ENDED:
-        return _ended(number, frame)
+        return _episode_end(number, frame)
     return None
 
 
-def _asks(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
-    """Validate an environment's request for a turn."""
+def _turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
+    """Validate an environment's request for a turn; return None if it is malformed.
+
+    A request whose text is not valid Unicode ends the episode.
+    """
     if INVALID_TEXT in frame:
         return EpisodeEnd(number, failure=WRONG_TYPE, message=f"the environment {INVALID_TEXT_MESSAGE}")
 
@@ -467,14 +477,14 @@ def _asks(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | N
     return TurnRequest(number, messages, limit, opening)
 
 
-def _ended(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
-    """Validate the end of an episode."""
+def _episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
+    """Validate the message about the end of an episode; return None if it is malformed."""
     truncated = frame.get("truncated") is True
-    # Without a reward the episode was truncated, or scorers reward it.
+    # Without a reward the episode was truncated, or a reward function or model computes the reward.
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 
-    # The rewards' own protocol has the key "kind" where this one has "result".
+    # The reward protocol has the key "kind" in place of "result".
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None

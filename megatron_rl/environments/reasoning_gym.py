@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as conversations, in which a wrong answer may be corrected."""
+"""Tasks of reasoning-gym as conversations, in which the policy may correct a wrong answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.rewards.reasoning_gym import score
 
 @dataclass
 class ReasoningGym(Environment):
-    """Conversation about one task of reasoning-gym, until an answer has full score or ``attempts`` are used.
+    """Conversation about one task of reasoning-gym, up to an answer with full score or ``attempts`` answers.
 
     The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The reward is the task's score of the
     last answer, which may be partial; ``first_attempt`` is the score of the first answer.
@@ -26,13 +26,13 @@ class ReasoningGym(Environment):
     )
 
     def __post_init__(self) -> None:
-        # Import now: it takes seconds, which must not count as time of an episode's first turn. `check`
-        # reports a missing package.
+        # Import now: it takes seconds, which must not count towards the time limit of the episode's first
+        # turn. `check` reports a missing package.
         with contextlib.suppress(ImportError):
             import reasoning_gym  # noqa: F401
 
     async def run(self, episode: Episode) -> Mapping[str, float]:
-        """Score answers until one is right; raises Truncated without room for the first."""
+        """Score answers until one is correct; raises Truncated if there is no room for the first answer."""
         scores: list[float] = []
         while not scores or (scores[-1] < 1 and len(scores) < self.attempts):
             if scores:

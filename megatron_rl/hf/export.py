@@ -49,20 +49,20 @@ from megatron_rl.weights.boxes import (
     Coordinates,
     Region,
     boxes_of_experts,
-    regions,
+    compute_regions,
     view_of,
 )
-from megatron_rl.weights.transfer import Exchange, connect, gather_layout
+from megatron_rl.weights.transfer import Exchange, create_communicator, gather_layout
 
 FILE_BYTES = 5 * 2**30
-"""Largest size of a file of the checkpoint, a usual one among published checkpoints."""
+"""Largest size of a file of the checkpoint, a usual size among published checkpoints."""
 PIECE_BYTES = 64 * 2**20
-"""Largest size of a piece, of which a rank has only a few in memory at a time."""
+"""Largest size of a piece. A rank has only a few pieces in memory at a time."""
 FURTHER_FILE = "further-tensors.safetensors"
-"""File of tensors that are copied, not trained: layers for multi-token prediction, other parts of a
-multimodal model."""
+"""File of tensors that are not trained but copied: layers for multi-token prediction, and the other parts of
+a multimodal model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
-"""Endings of the names of tensors that stay float32: the biases that balance the load of experts."""
+"""Name endings of tensors that are exported as float32: the biases that balance the load of experts."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class _Piece:
     dtype: torch.dtype
     """Dtype in the file."""
     interleaved: bool = True
-    """Whether a tensor of all experts has the outputs of gate and up in turn."""
+    """Whether the outputs of gate and up alternate in a tensor of all experts."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
-        """Return the boxes of the model's tensors in the piece; ``writer`` is its rank."""
+        """Return the boxes of the model's tensors in the piece; ``writer`` is the rank that writes it."""
         strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
         box = TensorBox(
             self.name,
@@ -108,15 +108,16 @@ def export(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
-    ``source`` is the checkpoint that the model was made from: its tokenizer files, its layers for
-    multi-token prediction and its indexers of sparse attention are copied; quantised ones of these tensors
-    are written in ``dtype``. If ``source`` is multimodal, so is the export, with its config.json and the
-    dtypes of its other parts. A model with a scalar head, or without ``source``, is written as a text-only
-    model. None as ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different
-    ranks write files in parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds
-    more than a few pieces.
-    ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
-    cannot be written. Collective over the model's ranks.
+    ``source`` is the checkpoint from which the model was loaded. Its tokenizer files, its layers for
+    multi-token prediction and its indexers of sparse attention are copied; quantised tensors among these are
+    written in ``dtype``. If ``source`` is multimodal, the export is too: it has the config.json of
+    ``source``, and the other parts of the model keep their dtypes. A model with a scalar head, or without
+    ``source``, is written as a text-only model. If ``dtype`` is None, tensors have the dtype of the
+    parameters. Biases that balance the load of experts are always float32.
+
+    Ranks write different files in parallel, in pieces of at most ``piece_bytes`` (or one row), so that a rank
+    has only a few pieces in memory. ``path`` must be new or empty, on a file system that all ranks share.
+    Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
     hf_model = pretrained(model.hf_config)
@@ -141,10 +142,10 @@ def export(
     extra_tensors = _copied_tensors(hf_model, source)
     stored_names: dict[str, str] = {}
     if multimodal is not None:
-        extra_tensors += multimodal.carried()
+        extra_tensors += multimodal.names_outside_language_model()
         stored_names = {name: multimodal.stored_name(name) for name in shapes}
     if extra_tensors and SINGLE in files:
-        # Readers that find `model.safetensors` ignore the index, and with it the file of further tensors.
+        # If `model.safetensors` exists, readers ignore the index, and thus the file of further tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
     content = _Content(
@@ -197,7 +198,7 @@ def export_adapters(
 
 @dataclass(frozen=True)
 class _Content:
-    """Tensors of a checkpoint to write, and this rank's part of them."""
+    """Tensors of a checkpoint to write, with this rank's parts of them."""
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
@@ -210,9 +211,9 @@ class _Content:
     boxes: Sequence[TensorBox]
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tensor -> its name in the files, in a multimodal checkpoint."""
+    """Name of a tensor -> its name in the files; empty unless the checkpoint is multimodal."""
     interleaved: bool = True
-    """Whether a tensor of all experts has the outputs of gate and up in turn."""
+    """Whether the outputs of gate and up alternate in a tensor of all experts."""
 
     def stored(self, name: str) -> str:
         """Return the name of a tensor in the files."""
@@ -226,7 +227,7 @@ def _write(
     piece_bytes: int,
     finish: Callable[[Path], None],
 ) -> None:
-    """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
+    """Write tensors into a temporary folder, complete it with ``finish`` and rename it to ``path``."""
     group = model.groups.all
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content, ranks, piece_bytes)
@@ -241,11 +242,12 @@ def _write(
 
     _run_or_raise(prepare, path, group)
 
-    # Send every piece to its writer. A rank without messages in the first step must connect, too.
+    # Send every piece to its writer. All ranks create the communicator, even if they have no messages in the
+    # first step.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
     writer = _Writer(content, target)
-    connect(group)
+    create_communicator(group)
     _collect(
         steps,
         sources,
@@ -255,7 +257,7 @@ def _write(
         group,
     )
 
-    # The folder gets its name only when the files of all ranks are on the disk.
+    # Rename the folder only after the files of all ranks are on the disk.
     digests: dict[str, str] = {}
     for digests_of_rank in _run_or_raise(writer.close, path, group):
         digests |= digests_of_rank
@@ -268,7 +270,7 @@ def _write(
 
 
 def _copied_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the names of the tensors of ``source`` that are not trained, as `PretrainedModel.is_copied`."""
+    """Return the names of the tensors to copy from ``source``, by `PretrainedModel.is_copied`."""
     has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
     if source is None or not has_copied:
         return []
@@ -277,7 +279,7 @@ def _copied_tensors(hf_model: PretrainedModel, source: str | Path | None) -> lis
 
 
 def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
-    """Open ``source`` if it is multimodal and its other parts belong in the export, otherwise return None."""
+    """Open ``source`` if it is multimodal and the export is to be multimodal; otherwise return None."""
     if source is None or hf_model.shape.scalar_head:
         return None
 
@@ -292,14 +294,14 @@ def _schedule_pieces(
     ranks: Sequence[int],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
-    """Return for each step the piece of each writer; ranks take turns as the writers of files."""
+    """Return for each step the piece of each writer, by rank; ranks take turns as the writers of files."""
     queues: dict[int, list[_Piece]] = {}
     for index, (file, names) in enumerate(content.files.items()):
         queue = queues.setdefault(ranks[index % len(ranks)], [])
         for name in names:
             queue += _split_tensor(content, file, name, piece_bytes)
 
-    # Writers with fewer pieces have none in the last steps.
+    # Writers with fewer pieces have no piece in the last steps.
     count = max(len(queue) for queue in queues.values())
     steps: list[dict[int, _Piece]] = [{} for _ in range(count)]
     for rank, queue in queues.items():
@@ -339,8 +341,8 @@ def _split_tensor(
 class _Writer:
     """Writer of this rank's files.
 
-    An error of a write is raised by `close`: until then other ranks send pieces, and would wait forever for
-    a receiver that has left the loop.
+    A write error is raised only by `close`: until then other ranks send pieces, and would wait forever for a
+    receiver that has left the loop.
     """
 
     def __init__(self, content: _Content, target: Path) -> None:
@@ -354,7 +356,7 @@ class _Writer:
         if self._error is not None:
             return
 
-        # A file is opened with its first piece, and has all its shapes in its header.
+        # A file is opened for its first piece; its header needs the shapes of all its tensors.
         try:
             if piece.file not in self._open:
                 content = self._content
@@ -371,7 +373,7 @@ class _Writer:
             self._error = error
 
     def close(self) -> dict[str, str]:
-        """Close the files and return the digest of each by name; raise the first error of any write."""
+        """Close the files and return their digests by name; raise the first error of all writes."""
         complete = self._error is None
         digests: dict[str, str] = {}
         for name, file in self._open.items():
@@ -394,7 +396,7 @@ def _collect(
     ``sources`` are the boxes of all ranks, ``local_boxes`` those in this rank's ``parameters``. Collective
     over the group.
     """
-    # All ranks use slots of one size, so that a receiver needs no message about it.
+    # All ranks compute the same slot size, so that it need not be sent.
     rank = device.rank()
     max_piece_bytes = 0
     for step in steps:
@@ -402,7 +404,7 @@ def _collect(
             piece_bytes = tensor_bytes(piece.size, piece.dtype)
             max_piece_bytes = max(max_piece_bytes, piece_bytes)
 
-    for step, flow in zip(steps, _flows(steps, sources), strict=True):
+    for step, transfers in zip(steps, _transfers_by_step(steps, sources), strict=True):
         target = step.get(rank)
         values = None
         target_boxes = BoxIndex(())
@@ -414,10 +416,10 @@ def _collect(
                 device=device.device(),
             )
 
-        # Views to send from and to receive into, by peer. A region that this rank has itself is copied.
+        # Views to send from and to receive into, by peer. Regions that this rank has and writes are copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
-        for region, receiver, sender in flow:
+        for region, receiver, sender in transfers:
             source_view = None
             if sender == rank:
                 box = local_boxes.containing(region)[0]
@@ -434,7 +436,7 @@ def _collect(
             elif source_view is not None:
                 sends.setdefault(receiver, []).append((source_view, region.dtype))
 
-        # A slot for a piece in one message, with room for the alignment of its regions.
+        # A slot has room for a piece in one message, and for the alignment of its regions.
         slot_bytes = 2 * max_piece_bytes + 4096
         exchange = Exchange(sends, receives, slot_bytes, group)
         exchange.run()
@@ -442,11 +444,11 @@ def _collect(
             writer.write(target, values)
 
 
-def _flows(
+def _transfers_by_step(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
-    """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
+    """Return (region, receiver, sender) of all transfers of each step; holders take turns as senders."""
     # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -462,8 +464,8 @@ def _flows(
     for writer, writer_boxes in boxes.items():
         destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
 
-    flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(regions(sources, destinations)):
+    transfers: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
+    for number, region in enumerate(compute_regions(sources, destinations)):
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
@@ -476,8 +478,8 @@ def _flows(
         sender = holders[number % len(holders)]
         if writer in holders:
             sender = writer
-        flows[step].append((region, writer, sender))
-    return flows
+        transfers[step].append((region, writer, sender))
+    return transfers
 
 
 def _prepare(path: Path, target: Path) -> None:
@@ -501,11 +503,11 @@ def _publish(
     finish(target)
     seal(target, digests)
 
-    # An empty folder: `_prepare` refuses any other.
+    # The folder is empty, since `_prepare` refuses any other folder.
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
-    # The new name survives a power failure only when the parent folder is on the disk, too.
+    # Sync the parent folder too: otherwise a power failure could undo the renaming.
     sync_folder(path.parent)
 
 
@@ -554,7 +556,7 @@ def _write_config(
     if not config.architectures:
         config.architectures = [model.family.architecture]
 
-    # Keys without which an engine would read the weights as another model's.
+    # Without these keys an engine would interpret the weights as another model's.
     for key, value in model.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)

@@ -61,10 +61,10 @@ def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 class CheckpointFiles:
     """Tensors of a checkpoint directory, readable a slice at a time.
 
-    ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
-    them. A multimodal checkpoint has the tensors of its language model, under the names of a checkpoint with
-    the language model alone (see `shapes.multimodal`). Quantised weights are read as float32, and their
-    scales are not listed (see `shapes.quantized`).
+    With ``file`` only this file of the directory is read, otherwise the model's files, which `weight_files`
+    lists. A multimodal checkpoint is read as the tensors of its language model, under the names of a
+    text-only checkpoint (see `shapes.multimodal`). Quantised weights are read as float32, and their scales
+    are not listed (see `shapes.quantized`).
 
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
@@ -84,14 +84,14 @@ class CheckpointFiles:
         for name, file_name in self._index(files).items():
             self._file_of[name] = self.path / file_name
 
-        # A single file, such as that of adapters, has no config.json of its own.
+        # A single file, such as adapters, is read without the folder's config.json.
         config: Mapping[str, Any] = {}
         config_file = self.path / "config.json"
         if file is None and config_file.is_file():
             config = read_json(config_file)
         language_model = language_config(config)
 
-        # Name -> location among the stored tensors, by default the tensor of the same name.
+        # Name -> location in the stored tensors, by default the complete tensor of the same name.
         self._locations: dict[str, TensorLocation] = {}
         for name in self._file_of:
             self._locations[name] = TensorLocation(name)
@@ -103,7 +103,7 @@ class CheckpointFiles:
             hidden = language_model["hidden_size"]
             self._locations = tensor_locations(self._file_of, self._stored_shape, hidden)
 
-        # Families that stack all experts of a layer in one tensor.
+        # Some families stack all experts of a layer in one tensor.
         model_type = str(language_model.get("model_type"))
         family = BY_MODEL_TYPE.get(model_type)
         if family is not None and family.interleaved_experts:
@@ -111,12 +111,12 @@ class CheckpointFiles:
             for name in self._file_of:
                 self._locations |= expert_tensors(name, self._stored_shape(name))
 
-        # A tensor of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
+        # Tensors of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
         self._stored_experts: dict[str, str] = {}
         if self.exports_transposed_experts:
             self._stored_experts = {language_name(name): name for name in self._file_of}
 
-        # Weight -> the tensor of its scales.
+        # Name of a weight -> name of its scales.
         self._scales: dict[str, str] = {}
         self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
         if self._quantization is not None:
@@ -157,7 +157,7 @@ class CheckpointFiles:
                 fix="give the path of a directory that `save_pretrained` wrote",
             )
 
-        # Without an index the files' own headers list the tensors.
+        # Without an index, read the tensors' names from the headers of the files.
         names: dict[str, str] = {}
         for shard in files:
             tensor_names = self._handle(shard).keys()
@@ -183,14 +183,14 @@ class CheckpointFiles:
         return self._open[file]
 
     def names(self) -> set[str]:
-        """Return the names of the model's tensors, without the scales of quantised ones."""
+        """Return the names of the model's tensors, without the scales of quantised tensors."""
         names = set(self._locations)
         if self._quantization is None:
             return names
         names -= set(self._scales.values())
         return {name for name in names if not is_activation_scale(name)}
 
-    def carried(self) -> list[str]:
+    def names_outside_language_model(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
         language_model = {location.name for location in self._locations.values()}
         return sorted(set(self._file_of) - language_model)
@@ -198,8 +198,9 @@ class CheckpointFiles:
     def stored_name(self, name: str) -> str:
         """Return the name of a tensor in the files of an export.
 
-        It is the stored name, but for an expert in a tensor of all experts: an export writes experts one by
-        one, each under a name of its own, unless its kind has them transposed.
+        This is the stored name, except for an expert that is stored in a tensor of all experts. An export
+        writes each expert under a separate name, unless the kind of multimodal checkpoint stores experts
+        transposed.
         """
         location = self._locations.get(name)
         if location is None:
@@ -207,7 +208,7 @@ class CheckpointFiles:
         if location.expert is None:
             return location.name
 
-        # The prefix of the multimodal checkpoint, and the rest of the expert's own name.
+        # Join the prefix of the multimodal checkpoint with the rest of the expert's separate name.
         prefix = location.name.rpartition("experts.")[0]
         return prefix + "experts." + name.rpartition("experts.")[2]
 
@@ -222,7 +223,7 @@ class CheckpointFiles:
         return location.shape(self._stored_shape(location.name))
 
     def _location(self, name: str) -> TensorLocation:
-        """Return the location of a tensor; one outside the language model is found by its stored name."""
+        """Return the location of a tensor; outside the language model ``name`` is the stored name."""
         return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
@@ -247,7 +248,7 @@ class CheckpointFiles:
         values = self._slice_of(location.name)[box]
         if location.transposed:
             values = values.transpose(0, 1)
-        # safetensors has no slices with a step.
+        # Apply the step here: safetensors has no slices with a step.
         values = values[:: location.step]
         if name not in self._scales:
             return values
@@ -268,7 +269,7 @@ class CheckpointFiles:
         if not has_mxfp4_scales(shape, scales_shape):
             raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
 
-        # Read the whole blocks that contain the columns: a scale belongs to a block.
+        # Read the complete blocks that contain the columns: each block has one scale.
         first_row, first_column = start
         row_count, column_count = size
         first_block = first_column // MXFP4_BLOCK
@@ -281,7 +282,7 @@ class CheckpointFiles:
         blocks = self._slice_of(location.name)[box]
         scales = self._slice_of(scales_name)[box]
 
-        # safetensors has no slices with a step.
+        # Apply the step here: safetensors has no slices with a step.
         return dequantize_blocks(
             blocks[:: location.step],
             scales[:: location.step],
@@ -330,7 +331,7 @@ def _stored_box(
     if location.expert is None:
         return tuple(box)
 
-    # An index removes the dimension of the experts.
+    # Select one expert, which removes the dimension of experts, and the rows between first and last.
     first = location.begin + start[0] * location.step
     last = first + max(size[0] - 1, 0) * location.step
     box[0] = slice(first, last + min(size[0], 1))
@@ -405,15 +406,15 @@ def shard_files(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> dict[str, list[str]]:
-    """Divide tensors, in order, into files of at most ``max_bytes``; a larger tensor gets a file of its own.
+    """Divide tensors, in order, into files of at most ``max_bytes``; a larger tensor is alone in its file.
 
-    Return the tensor names by file name.
+    Returns the tensor names by file name.
     """
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name, shape in shapes.items():
         size = tensor_bytes(shape, dtypes[name])
-        # A group has at least one tensor, however large.
+        # A group has at least one tensor, even if that exceeds the limit.
         if groups[-1] and group_bytes + size > max_bytes:
             groups.append([])
             group_bytes = 0
@@ -423,7 +424,7 @@ def shard_files(
     if len(groups) == 1:
         return {SINGLE: groups[0]}
 
-    # The names of transformers' save_pretrained.
+    # Use the same file names as transformers' save_pretrained.
     files: dict[str, list[str]] = {}
     for index, names in enumerate(groups, 1):
         file = f"model-{index:05d}-of-{len(groups):05d}.safetensors"
@@ -437,7 +438,7 @@ def write_index(
     total_bytes: int,
 ) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
-    # The format of transformers: tensor -> file.
+    # The format is that of transformers: tensor -> file.
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map |= dict.fromkeys(names, file)
@@ -451,7 +452,7 @@ def write_index(
 def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     """Return the shapes of a model's tensors by Hugging Face name.
 
-    ``path`` is the model's folder, with the tensors or a pointer to a Megatron checkpoint.
+    ``path`` is the model's folder, which contains the tensors or a pointer to a Megatron checkpoint.
     """
     if (Path(path) / POINTER).is_file():
         return dict(read_pretrained(Path(path) / "config.json").tensor_shapes())
@@ -464,14 +465,14 @@ def copy_tensors(
     names: Sequence[str],
     dtype: torch.dtype,
 ) -> int:
-    """Copy tensors of a checkpoint directory into one file and return their bytes.
+    """Copy tensors of a checkpoint directory into one file and return their size in bytes.
 
-    They keep their stored dtypes, but quantised ones are written in ``dtype``.
+    Tensors keep their stored dtypes, except for quantised tensors, which are written in ``dtype``.
     """
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}
 
-    # An empty slice has the stored dtype.
+    # Read an empty slice of each tensor to get its stored dtype.
     dtypes: dict[str, torch.dtype] = {}
     for name, shape in shapes.items():
         origin = (0,) * len(shape)
@@ -479,7 +480,7 @@ def copy_tensors(
         if files.is_quantized(name):
             dtypes[name] = dtype
 
-    # One tensor in memory at a time.
+    # Copy one tensor after another, so that only one is in memory.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
         origin = (0,) * len(shape)

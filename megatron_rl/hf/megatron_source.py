@@ -1,7 +1,7 @@
 """Megatron checkpoints read as Hugging Face tensors, a slice at a time: weights and optimizer states.
 
-The locations of the tensors come from `megatron_rl.interop.megatron_lm`. Here torch reads their values, with
-``weights_only``, so that a damaged or forged piece cannot run code.
+`megatron_rl.interop.megatron_lm` returns the locations of the tensors. This module reads their values by
+torch with ``weights_only``, so that a damaged or forged piece cannot run code.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect
 
 _CACHED_CHUNKS = 16
-"""Chunks of the checkpoint that stay in memory: consecutive reads are mostly of slices of the same chunk."""
+"""Number of chunks that stay in memory: consecutive reads are mostly of slices of the same chunk."""
 
 
-def read_pointed(path: str | Path) -> MegatronCheckpoint:
+def read_pointed_checkpoint(path: str | Path) -> MegatronCheckpoint:
     """Return the metadata of the Megatron checkpoint that a model's folder points to."""
     target = read_pointer(path)
-    assert target is not None, "the folder has weights of its own"
+    assert target is not None, "the folder does not point to a Megatron checkpoint"
     return read_checkpoint(target["checkpoint"], str(path))
 
 
 class ChunkReader:
-    """Reader of a checkpoint's chunks, with a cache of the last ones."""
+    """Reader of a checkpoint's chunks, with a cache of the chunks that were used last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class ChunkReader:
 class BucketReader(ChunkReader):
     """Reader of ranges in a distributed optimizer's flat buffers.
 
-    ``buffers`` maps each state to its tensors by bucket.
+    ``buffers`` are the stored tensors by optimizer state and bucket.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class BucketReader(ChunkReader):
 class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
-    Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
-    of the Hugging Face tensors in them. ``checkpoint`` is the metadata of the weights, by default from
-    `read_pointed`, or of an optimizer state, such as a moment of each weight. Raises UserErrors if the
-    tensors are not the model's, or files are missing.
+    Stored tensors are unsharded, as on a layout of one rank, so tracing the import on one rank gives the
+    boxes of the Hugging Face tensors in them. ``checkpoint`` is the metadata of the weights, by default from
+    `read_pointed_checkpoint`, or of an optimizer state, such as a moment of each weight. Raises UserErrors if
+    the tensors are not the model's, or files are missing.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class MegatronFiles:
     ) -> None:
         model = read_pretrained(Path(path) / "config.json")
         if checkpoint is None:
-            checkpoint = read_pointed(path)
+            checkpoint = read_pointed_checkpoint(path)
         self.checkpoint = checkpoint
         self.path = self.checkpoint.path
         self._locations, errors = self.checkpoint.parameters(model.shape)
@@ -153,7 +153,7 @@ class MegatronFiles:
 
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
-                # None for a chunk with several layers, which a read of any layer has to consider.
+                # Chunks with several layers are indexed under None, and considered for every layer.
                 entry = None
                 if key in stacked_keys and chunk.size[0] == 1:
                     entry = chunk.start[0]
@@ -161,7 +161,7 @@ class MegatronFiles:
         self._reader = ChunkReader(self.path)
 
     def _shape(self, location: Location) -> tuple[int, ...]:
-        """Return the shape of a parameter, without the dimensions in which it is an entry of a stack."""
+        """Return the shape of a parameter, without the leading dimensions over which it is stacked."""
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
@@ -189,9 +189,9 @@ class MegatronFiles:
             # Coordinates of the overlap, counted from the start of the box.
             corners = zip(overlap[0], box.start, strict=True)
             box_start = [low - first for low, first in corners]
-            stored = self._stored(box, box_start, overlap[1])
+            stored = self._read_stored(box, box_start, overlap[1])
 
-            # The stored dtype is known from the first piece.
+            # The first piece determines the dtype.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
             _within(values, start, overlap).copy_(stored)
@@ -199,7 +199,7 @@ class MegatronFiles:
         assert values is not None, name
         return values
 
-    def _stored(
+    def _read_stored(
         self,
         box: TensorBox,
         start: Sequence[int],
@@ -211,7 +211,7 @@ class MegatronFiles:
         # Coordinates of the box in the stored tensor.
         offset = box.offset
         origin = []
-        for stride in strides(self._shape(location)):
+        for stride in row_major_strides(self._shape(location)):
             position, offset = divmod(offset, stride)
             origin.append(position)
         first_element = [low + first for low, first in zip(origin, start, strict=True)]
@@ -242,8 +242,8 @@ class MegatronFiles:
 class BufferFiles(MegatronFiles):
     """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    The state is the float32 master weights; `with_state` returns the sources of the moments. ``parameters``
-    are the ranges of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
+    The state is the float32 master weights; `with_state` returns sources for the moments. ``parameters`` are
+    the locations of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
     the biases that balance the load of experts, are read from the model's weights.
     """
 
@@ -257,7 +257,7 @@ class BufferFiles(MegatronFiles):
         self._state = MASTERS[0]
         self._buckets = BucketReader(self.path, checkpoint.buffers)
 
-        # A flat buffer holds parameters as one rank of the writer sharded them.
+        # A flat buffer contains the parameter shards of one rank of the layout that wrote the checkpoint.
         self._flat: dict[str, FlatParameter] = {}
         by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
@@ -279,7 +279,7 @@ class BufferFiles(MegatronFiles):
                 expert_tensor_size=layout.expert_tensor,
             )
 
-            # A parameter has the same name in every shard: its storage is named with the shard's ranks.
+            # A parameter has the same name in every shard, so the storage name contains the shard's ranks.
             storages: dict[str, str] = {}
             meta_tensors: dict[str, Tensor] = {}
             for name, parameter in shard_parameters.items():
@@ -302,24 +302,24 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return the source of another optimizer state, whose buffers have the same layout."""
+        """Return the source of another optimizer state with the same buffer layout."""
         source = copy(self)
         source._state = state
         return source
 
-    def _stored(
+    def _read_stored(
         self,
         box: TensorBox,
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Read a part of a box from the flat buffers, or from the weights of a tensor without a state."""
+        """Read a part of a box from the flat buffers, or from the weights if the tensor has no state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
-            return super()._stored(box, start, size)
+            return super()._read_stored(box, start, size)
 
         # Coordinates of the first element in the parameter.
-        parameter_strides = strides(parameter.shape)
+        parameter_strides = row_major_strides(parameter.shape)
         offset = box.offset
         begin = []
         for stride, first in zip(parameter_strides, start, strict=True):
@@ -346,7 +346,7 @@ def _within(
     start: Sequence[int],
     box: Span,
 ) -> Tensor:
-    """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
+    """Return the view of a ``box`` in ``values``, whose first element has the coordinates ``start``."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
         offset = box_start[dim] - start[dim]
@@ -359,10 +359,10 @@ def _load_tensor(
     chunk: Chunk,
     path: Path,
 ) -> Tensor:
-    """Deserialize a chunk; raise UserError for anything but a tensor of its size."""
+    """Deserialize a chunk; raise UserError unless the content is a tensor of the chunk's size."""
     problem = None
     try:
-        # weights_only: the bytes may be anything.
+        # With weights_only forged bytes cannot run code.
         value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
         if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
             return value.detach().view(chunk.size)
@@ -379,6 +379,6 @@ def _load_tensor(
     )
 
 
-def strides(shape: Sequence[int]) -> list[int]:
+def row_major_strides(shape: Sequence[int]) -> list[int]:
     """Return the row-major strides of a shape, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

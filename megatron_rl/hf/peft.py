@@ -23,15 +23,15 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model, with values from the PEFT folder ``config.path`` or, if None, new ones."""
+    """Attach adapters to a model, and load them from the PEFT folder ``config.path`` if it is set."""
     initial = None
     if config.path is not None:
         initial = CheckpointFiles(config.path, PEFT_WEIGHTS)
     attach_adapters(model, config, seed, trainable=trainable, initial=initial)
 
 
-def note_base(model: ParallelModel, path: str | Path) -> None:
-    """Record the checksum of the base weights, of the folder ``path``, in the model's adapters.
+def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
+    """Store the checksum of the base weights in the folder ``path`` in the model's adapter description.
 
     Only the first rank reads the files. Collective over the model's ranks.
     """
@@ -44,11 +44,11 @@ def note_base(model: ParallelModel, path: str | Path) -> None:
             return fingerprint(path, dtype)
         return None
 
-    # Collective, so every rank calls it; only the first one has a result.
+    # Collective, so every rank calls it; only the first rank has a result.
     checksums = run_on_all_ranks_or_raise(read_checksum, "read the model's weights", model.groups.all)
     model.adapters = replace(model.adapters, base=checksums[0])
 
 
 def peft_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return the boxes of the model's adapters, with the tensor names of PEFT's files."""
+    """Return the boxes of the model's adapters, under the tensor names of PEFT's files."""
     return [replace(box, name=PEFT_PREFIX + box.name) for box in adapter_boxes(model)]

@@ -1,4 +1,4 @@
-"""Boxes of quantised tensors as float32: 8 bits with scales, and mxfp4."""
+"""Dequantisation of boxes of tensors to float32: numbers of 8 bits with scales, and mxfp4."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_rl.shapes.quantized import MXFP4_BLOCK
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the numbers of 4 bits: one bit of sign, two of exponent, one of mantissa."""
+"""Magnitudes of floating-point numbers of 4 bits: one bit of sign, two of exponent, one of mantissa."""
 _E8M0_BIAS = 127
-"""Exponent of the scale of one."""
+"""Stored exponent of the scale 1."""
 
 
 def dequantize(
@@ -23,9 +23,9 @@ def dequantize(
 ) -> Tensor:
     """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
-    ``values`` is the box that begins at ``start`` in the weight; it need not begin where a block does.
-    ``scales`` belong to the complete weight, with one entry for each block of size ``block``; they may lack
-    the last dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
+    ``values`` is the box that begins at ``start`` in the weight, which need not be the start of a block.
+    ``scales`` has one entry for each block of size ``block`` in the complete weight, and may lack the last
+    dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
     trailing = (1,) * (values.dim() - scales.dim())
     scales = scales.float().reshape(scales.shape + trailing)
@@ -45,11 +45,12 @@ def dequantize_blocks(
     begin: int,
     count: int,
 ) -> Tensor:
-    """Return columns of rows in mxfp4 as float32: each number times the power of two of its block.
+    """Dequantise columns of rows in mxfp4 to float32: multiply each number by the power of two of its block.
 
-    ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes; a byte has two neighbours, the
-    first one in its lower half. ``begin`` is the first of ``count`` columns, counted from the first block.
-    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the order in a byte is gpt-oss's.
+    ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes. A byte of ``blocks`` contains two
+    neighbouring numbers, the first one in its lower half. ``begin`` is the first of ``count`` columns,
+    counted from the first block. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the
+    order in a byte is gpt-oss's.
     """
     # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
     negative = [-value for value in _E2M1]
@@ -59,7 +60,7 @@ def dequantize_blocks(
     halves = torch.stack((low_half, high_half), dim=-1)
     numbers = values[halves.int()].flatten(-2)
 
-    # Exact in float32. 255 is not a number, and gives one that is refused.
+    # The products are exact in float32. The exponent 255 stands for NaN, which `require_finite` refuses.
     exponents = scales.int() - _E8M0_BIAS
     powers = torch.ldexp(torch.ones(scales.shape), exponents)
     powers[scales == 255] = torch.nan

@@ -29,12 +29,12 @@ from megatron_rl.shapes.pretrained import separate_head_error
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
-SAMPLED = 64
-"""Tensors of which `fingerprint` reads a row, so that it takes seconds for a model of any size."""
+MAX_SAMPLED_TENSORS = 64
+"""Largest number of tensors of which `fingerprint` reads a row, so that it takes seconds for any model."""
 _COMPARED_ROWS = 8192
-"""Rows of the vocabulary that are compared at a time, so that no complete embedding is copied."""
+"""Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
-"""Tensor names that an error lists; a checkpoint of another model has hundreds."""
+"""Largest number of tensor names in an error: for the checkpoint of a wrong model there would be hundreds."""
 
 Checkpoint = CheckpointFiles | MegatronFiles
 """Source of slices of a model's tensors, by their Hugging Face names."""
@@ -50,8 +50,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def source_boxes(model: Chunked) -> list[TensorBox]:
     """Return the boxes of the checkpoint's tensors in this rank's parameters.
 
-    Storages are named as by `live_parameters`. Raises CoverageError unless every element except the
-    padding of the vocabulary is filled exactly once, and UserError for parameters of equal or unknown names.
+    Storages have the names of `live_parameters`. Raises CoverageError unless every element, except for the
+    padding of the vocabulary, is filled exactly once, and UserError for parameters with equal or unknown
+    names.
     """
     parameters = live_parameters(model)
 
@@ -85,9 +86,9 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     """Fill the model from a checkpoint directory.
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
-    keeps its initial values if the checkpoint is of a policy, which has none. A simulation reads nothing.
-    Raises UserError, on all ranks, if tensors are missing, unexpected or of another shape. Collective over
-    the model's ranks.
+    keeps its initial values if the checkpoint has no scalar head, like a policy's. A simulation reads no
+    file. Raises UserError on all ranks if tensors are missing, unexpected or have a different shape.
+    Collective over the model's ranks.
     """
     if device.simulated():
         return
@@ -97,10 +98,10 @@ def load_weights(model: Chunked, path: str | Path) -> None:
         check_tensors(files, model)
         return files
 
-    fill(live_parameters(model), model, open_and_check)
+    fill_parameters(live_parameters(model), model, open_and_check)
 
 
-def fill(
+def fill_parameters(
     parameters: Mapping[str, Tensor],
     model: Chunked,
     open_files: Callable[[], Checkpoint],
@@ -108,16 +109,16 @@ def fill(
     """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
 
     Each rank reads the parameters assigned to it, all ranks in parallel, then broadcasts them in place to the
-    ranks with the same parameters. No rank needs memory for more than one slice besides the parameters. If
-    reading fails on one rank, all ranks raise before the first broadcast. A model without this package's
-    groups reads everything on each rank. Collective over the model's ranks.
+    ranks with the same parameters. Besides the parameters a rank needs memory for only one slice. If reading
+    fails on one rank, all ranks raise before the first broadcast. For a model without `ParallelGroups` each
+    rank reads all parameters. Collective over the model's ranks.
     """
     groups = getattr(model, "groups", None)
     if groups is None:
         _read(parameters, parameters.keys(), model, open_files())
         return
 
-    # Errors are raised on all ranks before the first broadcast, which they would otherwise wait for.
+    # An error is raised on all ranks before the first broadcast, in which they would otherwise hang.
     sources = _assign_sources(parameters, groups)
     assigned = _assigned_to_this_rank(sources)
 
@@ -126,7 +127,7 @@ def fill(
 
     run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
 
-    # In the same order on all ranks, which `_assign_sources` computes alike.
+    # The order is the same on all ranks, since `_assign_sources` returns the same result on all of them.
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             broadcast_tensor(parameters[storage], source, group)
@@ -138,7 +139,7 @@ def assigned_parameters(parameters: Mapping[str, Tensor], model: ParallelModel) 
 
 
 def _assigned_to_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
-    """Return the names whose source, a rank in a group, is this rank."""
+    """Return the names of the parameters whose source, a rank in a group, is this rank."""
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
 
@@ -198,7 +199,7 @@ def _read(
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum over one row of each of up to `SAMPLED` tensors of a model, converted to ``dtype``.
+    """Return a checksum over one row, converted to ``dtype``, of each of up to `MAX_SAMPLED_TENSORS` tensors.
 
     It does not depend on the format of the checkpoint or on its division into files.
     """
@@ -206,13 +207,13 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     model = pretrained(read_hf_config(path))
     names = sorted(files.names() & model.tensor_shapes().keys())
 
-    # Every n-th tensor in the order of names, which every format has.
-    interval = -(-len(names) // SAMPLED)
+    # Sample every n-th tensor in the order of names, which does not depend on the format.
+    interval = -(-len(names) // MAX_SAMPLED_TENSORS)
 
     checksum = 0
     for name in names[::interval]:
         shape = files.shape(name)
-        # The first row: size 1 in every dimension but the last.
+        # Read the first row: size 1 in every dimension but the last.
         origin = [0] * len(shape)
         row_size = [1] * (len(shape) - 1) + list(shape[-1:])
         row = files.read(name, origin, row_size)
@@ -228,7 +229,7 @@ def require_finite(
     files: Checkpoint,
 ) -> None:
     """Raise UserError if any weight is NaN or infinite."""
-    # Minimum and maximum show NaN and infinities in one pass, without a copy: aminmax propagates NaN.
+    # Minimum and maximum reveal NaN and infinities in one pass, without a copy: aminmax propagates NaN.
     if values.numel() == 0:
         return
     lowest, highest = values.aminmax()
@@ -247,7 +248,7 @@ def require_finite(
 
 
 def check_tensors(files: Checkpoint, model: Chunked) -> None:
-    """Raise UserError unless a checkpoint has the tensors, of the shapes, that the model needs."""
+    """Raise UserError unless a checkpoint has exactly the tensors, with the shapes, that the model needs."""
     hf_model = pretrained(model.hf_config)
     expected = hf_model.tensor_shapes()
     stored = files.names()

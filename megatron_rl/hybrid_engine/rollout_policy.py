@@ -1,9 +1,9 @@
 """Rollout policy: weights to sample from, which may be older than the model's (`hybrid_engine.every`).
 
-The one idea: an engine cannot preserve weights: it may drop them while asleep, be restarted, or be new in a
-resumed run. So between two periodic syncs the ranks of the actor keep a copy of the weights of the last one
-in host memory, and a sync from the copy is a usual sync: the copy is exchanged with the model's weights, in
-place, and exchanged back afterwards.
+The one idea: an engine cannot preserve weights, since it may drop them while asleep, be restarted, or be new
+in a resumed run. So between two periodic syncs the actor's ranks retain a copy of the last synced weights in
+host memory. For another sync of these weights, the copy is swapped with the model's weights in place, and
+swapped back afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_rl.megatron.model import Chunked, live_parameters
 
 
 class RolloutPolicy:
-    """Version of the weights that responses are sampled from, and a copy of them beside a newer model.
+    """Version of the weights to sample responses from, and a copy of them while the model is newer.
 
-    All methods need the model's weights in device memory, and none is collective.
+    Methods that read or write weights need the model's weights in device memory. No method is collective.
 
-    ``model``: the trained model, None on ranks without it.
-    ``every``: versions from one sync to the next; 0 samples from the first version forever.
-    ``version``: version of the last periodic sync, None before the first.
+    ``model``: the trained model, or None on ranks without it.
+    ``every``: number of versions from one periodic sync to the next; 0 means the first version forever.
+    ``version``: version of the last periodic sync, or None before the first.
     """
 
     def __init__(self, model: Chunked | None, every: int) -> None:
@@ -48,26 +48,26 @@ class RolloutPolicy:
         """
         if self.version is None or self.every == 1:
             return version
-        is_due = self.every > 0 and version - self.version >= self.every
-        if is_due:
+        is_sync_due = self.every > 0 and version - self.version >= self.every
+        if is_sync_due:
             return version
         return self.version
 
     def capture(self, version: int) -> None:
-        """Make the model's current weights, of ``version``, the rollout policy."""
+        """Make the model's current weights, of ``version``, the rollout policy; copy them if needed."""
         self.version = version
-        # With a sync at every version the model is never newer than the engine.
+        # With a sync at every version the model is never newer than the engine, so no copy is needed.
         if self.every != 1 and self._model is not None:
             self._copy = {name: weight.to(host(), copy=True) for name, weight in self._weights().items()}
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Exchange the copy with the model's weights inside the block."""
-        self._exchange()
+        """Put the copied weights into the model during the block, and restore its own afterwards."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     def weights_of(self, version: int, newest: int) -> AbstractContextManager[None]:
         """Return a context in which the model, at version ``newest``, has the weights of ``version``."""
@@ -76,15 +76,16 @@ class RolloutPolicy:
         return self.in_model()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        # One tensor at a time: the exchange needs memory for the largest weight only.
+    def _swap(self) -> None:
+        """Swap the copy with the model's weights, in place."""
+        # One tensor at a time, so that the swap needs extra memory only for the largest weight.
         for name, weight in self._weights().items():
             copy = self._copy[name]
             self._copy[name] = weight.to(host(), copy=True)
             weight.copy_(copy)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the trained weights; with adapters, the adapters and the bias buffers of experts."""
+        """Return the trained weights by name; with adapters these are the adapters and the expert biases."""
         if self._model is None:
             return {}
         weights = live_parameters(self._model)

@@ -1,7 +1,7 @@
-"""Weight sync from a Megatron model to vLLM's API servers, in a process group of its own for each server.
+"""Weight sync from a Megatron model to vLLM's API servers, in one process group per server.
 
 The one idea: all ranks of the actor and all workers of one server form a process group, in which a
-`HybridEngine` moves the weights by a plan built once. A server that dies breaks its own group and no other.
+`HybridEngine` moves the weights by a plan built once. A server that dies breaks only its own group.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
 CURRENT = "current"
-"""The server has the newest weights."""
+"""State of a server with the served version of the weights."""
 OUTDATED = "outdated"
-"""The server has older weights of this job, and its process group is intact."""
+"""State of a server with older weights of this job and an intact process group."""
 FOREIGN = "foreign"
-"""The server has weights of another job, or was restarted."""
+"""State of a server with weights of another job, or after a restart."""
 UNREACHABLE = "unreachable"
-"""The server does not answer."""
+"""State of a server that does not respond."""
 
 _POLL_SECONDS = 2.0
 """Interval of the attempts to reach a server while none is available."""
 
 
 def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator | None:
-    """Return the generator that samples at the run's servers, None on ranks outside ``layout``.
+    """Return the generator that samples from the run's servers, or None on ranks outside ``layout``.
 
-    Raises UserError on all ranks unless every server is reachable, fits the run and is used by no other run.
-    Collective over the world.
+    Raises UserError on all ranks unless every server is reachable, fits the run and is not used by another
+    run. Collective over the world.
     """
     rank = device.rank()
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
 
-    # Only rank 0 claims servers, since each can be claimed only once; it shares the capacity or the error.
+    # Rank 0 claims the servers, since each can be claimed only once, and shares the capacity or the error.
     capacity: int | UserError = 0
     if rank == 0:
         try:
@@ -94,12 +94,12 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
 
 @dataclass(frozen=True)
 class _ServerLink:
-    """Process group with the workers of one server."""
+    """Weight sync to one server, and the process group of actor ranks and server workers that it uses."""
 
     transfer: HybridEngine
-    """Weight sync inside the group."""
+    """Weight sync over ``group``."""
     group: Any
-    """The process group."""
+    """Process group with the workers of the server."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class _ServerState:
 
 
 class ServedWeights:
-    """Weight sync with servers; a run uses it as a `HybridEngine` for an engine in its own processes.
+    """Weight sync with servers. It replaces the `HybridEngine` of a run without an engine in its processes.
 
-    ``model``: the trained model, None on ranks without the actor.
+    ``model``: the trained model, or None on ranks without the actor.
     ``actor``: ranks of the actor.
-    ``generator``: client of the servers, None on ranks that do not sample.
+    ``generator``: client of the servers, or None on ranks that do not sample.
     ``resident``: context in which the model's weights are in device memory.
-    ``say``: prints a line on the console.
+    ``say``: function that prints a line on the console.
     ``version``: number of updates of the model's weights.
     """
 
@@ -135,7 +135,7 @@ class ServedWeights:
     ) -> None:
         self.version = 0
         self.rollout_policy = RolloutPolicy(model, config.hybrid_engine.every)
-        # Target version of the servers' weights.
+        # Version that the servers' weights should have.
         self._served_version = 0
 
         # Source of the weights, and the clients of the servers.
@@ -183,15 +183,16 @@ class ServedWeights:
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
         """Sync every reachable server to ``rollout_version``, and make the generators use only these servers.
 
-        ``newest`` as for `HybridEngine.generation_mode`. Waits if no server is reachable. Yields the
-        metrics of the sync and the number of servers. Raises UserError if none becomes reachable in time,
-        and at the start of a run if any server's sync fails. Collective over the world.
+        ``newest`` syncs to the newest version instead, for an evaluation. Waits if no server is reachable.
+        Yields the metrics of the sync and the number of servers. Raises UserError if no server becomes
+        reachable in time, and at the start of a run if the sync of any server fails. Collective over the
+        world.
         """
         deadline = time.monotonic() + self._config.wait
         metrics = Metrics()
         self._served_version = self.version if newest else self.rollout_version
         while True:
-            # One rank asks the servers and reads the clock: all ranks must take the same branches.
+            # One rank queries the servers and reads the clock, so that all ranks take the same branches.
             states, timed_out = self._from_leader(lambda: (self._states(), time.monotonic() > deadline))
             unavailable: dict[Server, str] = {}
             foreign: list[Server] = []
@@ -255,19 +256,19 @@ class ServedWeights:
         )
 
     def _states(self) -> list[_ServerState]:
-        """Return the state of every server, with concurrent requests."""
+        """Query the state of all servers concurrently."""
         with ThreadPoolExecutor(len(self._servers)) as executor:
             return list(executor.map(self._state, self._servers))
 
     def _state(self, server: Server) -> _ServerState:
-        """Return the state of one server."""
+        """Query the version of one server's weights and return the server's state."""
         try:
             weights = server.weights()
         except (ServerError, KeyError, TypeError) as error:
             return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
         if weights == self._weights_name:
             return _ServerState(CURRENT)
-        # Without a link, a server with weights of this job must be connected again.
+        # Without a link, a server with weights of this job must be connected again, like a foreign one.
         if weights.startswith(f"{self._job_name} ") and server in self._links:
             return _ServerState(OUTDATED)
         return _ServerState(FOREIGN)
@@ -275,15 +276,15 @@ class ServedWeights:
     def _update(self, server: Server) -> tuple[Metrics, str | None]:
         """Sync a server to the served version; return the metrics, and the reason if it failed.
 
-        Requests that are in flight there continue with the new weights. Raises WeightMismatchError.
-        Collective over the world.
+        Requests in flight at the server continue with the new weights. Raises WeightMismatchError if a
+        checksum differs. Collective over the world.
         """
         start = time.perf_counter()
         metrics = None
         address, failure = self._from_leader(lambda: self._prepare(server))
         weights = self.rollout_policy.weights_of(self._served_version, self.version)
         with self._resident(), weights:
-            # Every step is done on all ranks of the actor before any rank starts the next one.
+            # All ranks of the actor complete each action before any rank starts the next one.
             for action in (
                 partial(self._connect, address=address),
                 self._start_update,
@@ -292,7 +293,7 @@ class ServedWeights:
                 if failure is None:
                     metrics, failure = self._run_on_actor(server, action)
 
-        # A failed step leaves the process group in an unknown state: the next sync forms a new one.
+        # A failed action leaves the process group in an unknown state, so the next sync forms a new group.
         if failure is not None:
             self._leave(server)
             return Metrics(), failure
@@ -305,10 +306,10 @@ class ServedWeights:
     def _run_on_actor(self, server: Server, action: Callable[[Server], Any]) -> tuple[Any, str | None]:
         """Run an action on the actor's ranks; return its result, and the reason if it failed on any of them.
 
-        A rank on which it fails leaves the process group, so that no other rank waits for it there.
+        A rank on which it fails leaves the process group, so that no other rank waits for it in a collective.
         Collective over the world.
         """
-        # Every rank takes part in the gather below, also those without the actor.
+        # Every rank must join the gather below, including ranks without the actor.
         result = None
         failure = None
         if self._model is not None:
@@ -316,7 +317,7 @@ class ServedWeights:
                 result = action(server)
             except WeightMismatchError:
                 raise
-            except RuntimeError as error:  # a broken process group, or an error of the server
+            except RuntimeError as error:  # the process group is broken, or the server reported an error
                 failure = f"{type(error).__name__}: {error}"
                 self._leave(server)
 
@@ -324,15 +325,18 @@ class ServedWeights:
         return result, failures[0] if failures else None
 
     def _prepare(self, server: Server) -> tuple[dict[str, Any], str | None]:
-        """Pause a server; return the rendezvous of a new process group, and the reason if it failed."""
+        """Pause a server; return the rendezvous of a new process group, and the reason if it failed.
+
+        The rendezvous is empty for a server with a link, whose process group is used again.
+        """
         seconds = self._config.update_timeout
-        # Without a link the server is new to this job, or was restarted.
         rendezvous: dict[str, Any] = {}
         try:
+            # Without a link the server is new to this job, or was restarted.
             if server not in self._links:
                 server.require_fit(self._run_config)
                 server.require_open()
-                # A killed job may have left an update and its process group.
+                # A killed job may have left an unfinished update and its process group.
                 server.reset_updates(seconds)
                 rendezvous = _free_address(server) | {"workers": server.workers()}
 
@@ -343,11 +347,12 @@ class ServedWeights:
         return rendezvous, None
 
     def _connect(self, server: Server, address: dict[str, Any]) -> None:
-        """Form the process group with a server's workers, unless there is one, and build the plan."""
+        """Form the process group with a server's workers and build the plan, unless the server has a link."""
         if server in self._links:
             return
 
-        # In a thread: the server's call returns only once both sides have joined and built the plan.
+        # The leader calls the server in a thread, because the call returns only after both sides have joined
+        # and built the plan.
         hybrid_engine = self._run_config.hybrid_engine
         settings = {
             "staging_bytes": hybrid_engine.staging_bytes,
@@ -372,17 +377,17 @@ class ServedWeights:
                 HybridEngine(self._model, None, group=group, **settings),
                 group,
             )
-            # The first access builds the plan, together with the workers.
+            # The first access builds the plan, which is collective with the workers.
             _ = self._links[server].transfer.plan
 
     def _start_update(self, server: Server) -> None:
-        """Announce the update to a server."""
+        """Tell a server, from the leader, that an update of its weights starts."""
         if self._is_leader:
             server.start_update(self._config.update_timeout)
 
     def _transfer(self, server: Server) -> Metrics:
-        """Move the weights and let the server resume with them; return the metrics of the sync."""
-        # The workers receive while the actor's ranks send.
+        """Move the weights, and resume the server with them; return the metrics of the sync."""
+        # The server's call runs in a thread, since its workers receive while the actor's ranks send.
         seconds = self._config.update_timeout
         call = None
         if self._is_leader:
@@ -392,13 +397,13 @@ class ServedWeights:
             transfer.version = self._served_version
             metrics = transfer.sync()
 
-        # The server uses the weights under their name only after both sides have verified them.
+        # Name the new weights only now that both sides have verified them.
         if self._is_leader:
             server.finish_update(self._weights_name, seconds)
         return metrics
 
     def _leave(self, server: Server) -> None:
-        """Leave the process group with a server on this rank, if there is one."""
+        """Leave the process group with a server on this rank, if it has one."""
         link = self._links.pop(server, None)
         if link is not None:
             leave_span(link.group)
@@ -408,7 +413,7 @@ class ServedWeights:
 def _wait_for(call: Future[Any] | None) -> Iterator[None]:
     """Wait for a server's call at the end of the block.
 
-    If the block fails too, the server's error is raised: it names the reason that broke the process group.
+    If both fail, the server's error is raised, because it contains the reason why the process group broke.
     """
     try:
         yield

@@ -1,6 +1,7 @@
 """Weight sync of a generation engine with a Megatron model in the same job.
 
-The boxes of both are known, so one reshard plan, built at the first sync, serves every later one.
+The one idea: the boxes of both sides never change, so one reshard plan, built at the first sync, is used for
+every later sync.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.execute import VERIFY, Execution, storage_key
 from megatron_rl.weights.plan import ReshardPlan, build_plan
-from megatron_rl.weights.transfer import connect, gather_layout
+from megatron_rl.weights.transfer import create_communicator, gather_layout
 
 
 class WeightSource(NamedTuple):
-    """Tensors of the trainer on this rank: the counterpart of an engine's `Storage`.
+    """Tensors of the trainer on this rank, the counterpart of an engine's `Storage`.
 
-    ``parameters``: returns the live storages by name.
-    ``boxes``: returns the boxes of the tensors in them.
+    ``parameters``: function that returns the current storages by name.
+    ``boxes``: function that returns the boxes of tensors in these storages.
     """
 
     parameters: Callable[[], Mapping[str, Tensor]]
@@ -52,10 +53,10 @@ class WeightSource(NamedTuple):
 class WeightTransfer:
     """Transfer of one set of tensors into an engine, by a plan that is built once.
 
-    ``source``: tensors of the trainer, None on ranks without any.
-    ``target``: storage of the engine, None on ranks without an engine.
-    ``staging_bytes``: bound of the in and out staging memory together.
-    ``group``: process group, None for the world.
+    ``source``: tensors of the trainer, or None on ranks without the model.
+    ``target``: storage of the engine, or None on ranks without an engine.
+    ``staging_bytes``: bound of the staging memory for sending and receiving together.
+    ``group``: process group, or None for the world.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class WeightTransfer:
         return self._plan
 
     def compile(self) -> Execution:
-        """Return the execution of the plan on the live storages, compiled again if a storage was replaced."""
+        """Return the execution of the plan on the current storages; compile it again if one was replaced."""
         plan = self.plan
 
-        # Compiled views point into the storages, and any storage may have been replaced since.
+        # Compiled views reference the storages, and any storage may have been replaced since the last call.
         source, target = self._storages()
         key = (storage_key(source), storage_key(target))
         if self._execution is None or key != self._compiled_for:
@@ -117,6 +118,7 @@ class WeightTransfer:
         return source, target
 
     def _build_plan(self) -> ReshardPlan:
+        """Gather the layouts of all ranks and build the plan. Collective over the group."""
         source, target = self._storages()
         source_boxes: list[TensorBox] | None = None
         if self._source is not None:
@@ -126,20 +128,20 @@ class WeightTransfer:
             target_boxes = self._target.boxes()
         self._reject_engine_without_boxes(target_boxes)
 
-        # NCCL creates a communicator in a call of all ranks, but not every rank has messages in the exchange.
-        connect(self._group)
+        # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
+        create_communicator(self._group)
         sources = gather_layout(source_boxes, _dtypes(source), self._group)
         destinations = gather_layout(target_boxes, _dtypes(target), self._group)
 
-        # Ranks on one host are a node: the plan prefers senders on the receiver's node.
+        # The plan prefers senders on the receiver's node; the ranks on one host form a node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         hosts = sorted(set(host_of.values()))
         node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
         return build_plan(sources, destinations, node_of)
 
     def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
-        """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or compared."""
-        # Gathered, so that all ranks raise: the other ranks would wait in the exchange of layouts.
+        """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or verified."""
+        # Gather the engines so that all ranks raise: else the others would wait in the gather of layouts.
         name = None
         if boxes is not None and not boxes:
             name = f"{type(self._target).__name__} on rank {self._rank}"
@@ -160,19 +162,19 @@ class HybridEngine:
 
     All ranks of the group call `sync` and `generation_mode` together.
 
-    ``model``: object with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, None on ranks
+    ``model``: object with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, or None on ranks
         without the trained model.
-    ``engine``: engine on this rank, None on ranks that do not generate.
-    ``staging_bytes``: bound of the in and out staging memory together.
+    ``engine``: engine on this rank, or None on ranks that do not generate.
+    ``staging_bytes``: bound of the staging memory for sending and receiving together.
     ``verify``: "full", "sampled" or "off".
-    ``group``: process group, None for the world.
+    ``group``: process group, or None for the world.
     ``resident``: context in which the model's weights are in device memory, for a model that is offloaded
         between uses.
-    ``separate_adapters``: whether the engine has adapters of its own. Then each sync moves the adapters, and
-        the base weights only once; otherwise adapters are merged into the weights.
-    ``adapters``: storage of the engine's adapters, None on ranks without an engine.
+    ``separate_adapters``: whether the engine stores adapters separately from the base weights. Then each sync
+        moves the adapters, and the base weights move only once; otherwise adapters are merged before a sync.
+    ``adapters``: storage of the engine's adapters, or None on ranks without an engine.
     ``sleeps``: whether the engine on this rank releases its memory between uses.
-    ``every``: versions from one sync of the rollout's weights to the next, see `RolloutPolicy`.
+    ``every``: number of versions from one periodic sync to the next, see `RolloutPolicy`.
     ``apart``: former name of ``separate_adapters``, which users' scripts may still pass.
     """
 
@@ -204,7 +206,7 @@ class HybridEngine:
         self._verify = verify
         self._sleeps = sleeps
 
-        # The weights come first: base weights must be there before adapters are used over them.
+        # Weights before adapters: the engine needs the base weights when it activates adapters.
         self._transfers = [
             WeightTransfer(
                 _weight_source(model, separate_adapters),
@@ -232,7 +234,7 @@ class HybridEngine:
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
 
-        ``base``: whether the base weights of a model with separate adapters changed too.
+        ``base``: whether the base weights of a model with separate adapters changed, too.
         """
         self.version += 1
         self._base_synced = self._base_synced and not base
@@ -240,13 +242,13 @@ class HybridEngine:
     def sync(self, version: int | None = None) -> Metrics:
         """Move the weights, verify them and activate them in the engine; return the timings.
 
-        ``version``: version of the model's current weights, None for ``self.version``. Raises
+        ``version``: version of the model's current weights, or None for ``self.version``. Raises
         WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
         if version is None:
             version = self.version
 
-        # All plans are built and compiled before any weight moves.
+        # Build and compile all plans before any weight moves.
         start = time.perf_counter()
         transfers = self._pending_transfers()
         executions = [transfer.compile() for transfer in transfers]
@@ -255,19 +257,19 @@ class HybridEngine:
         device.synchronize()
         transfer_end = time.perf_counter()
 
-        # Verification reads what was written, after the copies of every rank.
+        # Verify the received weights after all copies have ended.
         for execution in executions:
             execution.verify(self._verify, version)
         verify_end = time.perf_counter()
 
-        # Only verified weights are activated.
+        # Activate only verified weights.
         if self._engine is not None:
             self._engine.finish_update(version)
         self._check_engine_versions(version)
         self._base_synced = True
         self._synced_version = version
 
-        # The tensors of merged or exported adapters were created for this sync alone.
+        # Free the tensors of merged or exported adapters, which were created only for this sync.
         if getattr(self._model, "adapters", None) is not None:
             for transfer in transfers:
                 transfer.release()
@@ -290,7 +292,7 @@ class HybridEngine:
         if len(self._transfers) == 1:
             return self._transfers
 
-        # An engine whose weights were discarded needs the base again; one rank decides for all.
+        # If the weights of any rank's engine were discarded, all ranks move the base weights again.
         discarded = self._engine is not None and self._engine.needs_weights
         if self._is_true_on_any_rank(discarded or not self._base_synced):
             return self._transfers
@@ -305,12 +307,13 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
-        """Wake the engine and sync its weights if stale; at the end put it to sleep if it ``sleeps``.
+        """Wake the engine and sync stale weights; if it ``sleeps``, put it to sleep again at the end.
 
-        Syncs the weights of ``rollout_version``, or the ``newest`` ones, for an evaluation. Yields the
-        metrics of the sync, empty without a sync. Collective over the group.
+        The engine gets the weights of ``rollout_version`` or, with ``newest``, the model's current ones, for
+        an evaluation.
+        Yields the metrics of the sync, which are empty without a sync. Collective over the group.
         """
-        # The sync writes into the engine's storage, which exists only while it is awake.
+        # The sync writes into the engine's storage, which exists only while the engine is awake.
         if self._engine is not None:
             self._engine.wake()
         version = self.version if newest else self.rollout_version
@@ -319,14 +322,14 @@ class HybridEngine:
             with self._resident(), self.rollout_policy.weights_of(version, self.version):
                 metrics = self.sync(version)
         if not newest and version != self.rollout_policy.version:
-            # With a sync at every version there is no copy, so the weights need not move again.
+            # With a sync at every version there is no copy, so the model need not be in device memory.
             with self._resident() if self.rollout_policy.every != 1 else nullcontext():
                 self.rollout_policy.capture(version)
 
         try:
             yield metrics
         finally:
-            # Also after an error, so that a caller that handles it finds the device memory free.
+            # Also after an error, so that device memory is free for a caller that handles it.
             if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 
@@ -348,7 +351,7 @@ class HybridEngine:
 
 
 def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
-    """Return the weights of a model, with its adapters merged unless they are separate."""
+    """Return a source of a model's weights, or None without a model; unless separate, adapters are merged."""
     if model is None:
         return None
 
@@ -358,7 +361,7 @@ def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSour
 
 
 def _adapter_source(model: Any) -> WeightSource | None:
-    """Return the adapters of a model, by PEFT's names."""
+    """Return a source of a model's adapters under PEFT's names, or None without a model."""
     if model is None:
         return None
     return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
@@ -371,4 +374,5 @@ def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
 
 
 def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Return the dtype of each storage by name."""
     return {name: tensor.dtype for name, tensor in storages.items()}

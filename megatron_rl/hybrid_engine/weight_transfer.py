@@ -10,9 +10,9 @@
     llm.finish_weight_update()
     llm.reset_prefix_cache(reset_running_requests=True)
 
-In one job this runs on every rank; ranks without an engine call `HybridEngine.sync` instead. Trainers and
-engines of two jobs meet at an address: see `rollout.engines.vllm.backend.TransferRendezvous` and
-launch/examples.
+In one job, every rank with an engine runs this code, and ranks without an engine call `HybridEngine.sync`.
+Trainers and engines of two jobs rendezvous at an address: see
+`rollout.engines.vllm.backend.TransferRendezvous` and launch/examples.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from megatron_rl.rollout.engines.vllm.setup import (
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model of a trainer on one rank.
+    """Trained model on one rank.
 
-    ``chunks``: bare GPTModel chunks, without wrappers.
+    ``chunks``: GPTModel chunks, without wrappers.
     ``hf_config``: transformers config of the model.
-    ``names``: Megatron's name of each parameter that custom layers name differently, both below
-        ``decoder.layers.N``.
+    ``names``: parameter name in a custom layer -> Megatron's name, both relative to ``decoder.layers.N``.
     """
 
     chunks: Sequence[Any]
@@ -64,7 +63,8 @@ def _unwrap(chunk: Any) -> Any:
 def register() -> None:
     """Prepare vLLM to run inside a trainer's rank, and register the backend ``megatron_rl``.
 
-    Call it before anything imports vllm. Idempotent. Workers of a vLLM server use `worker_extension`.
+    Call it before vllm is imported. Repeated calls have no effect. Workers of a vLLM server use
+    `worker_extension`.
     """
     prepare_vllm()
     register_in_worker()
@@ -79,13 +79,13 @@ def register_in_worker() -> None:
 
 
 def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable[[], None]]:
-    """Join the rendezvous; return a hybrid engine, its plan built, and a function that leaves.
+    """Join the rendezvous; return a hybrid engine with its plan, and a function that leaves the group.
 
-    Collective over the trainers and workers.
+    ``live`` is the engine's storage. Collective over the trainers and workers.
     """
-    # In one job the world is the process group, and no rank leaves it.
+    # In one job the process group is the world, which no rank leaves.
     group = None
-    end = _no_op
+    leave = _no_op
     if rendezvous.address is not None:
         group = join_span(
             rendezvous.address,
@@ -94,7 +94,7 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
             rendezvous.trainers + rendezvous.workers,
         )
 
-        def end() -> None:
+        def leave() -> None:
             leave_span(group)
 
     hybrid = HybridEngine(
@@ -104,10 +104,10 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
         verify=rendezvous.verify,
         group=group,
     )
-    # The first access builds the plan, on all ranks together.
+    # The first access builds the plan, which is collective.
     _ = hybrid.plan
-    return hybrid, end
+    return hybrid, leave
 
 
 def _no_op() -> None:
-    pass
+    """Do nothing."""

@@ -20,7 +20,10 @@ class HybridWorker:
     _claim = ("", 0.0)
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve this server for a run; return the other run that has reserved it, or None on success."""
+        """Reserve this server for a run, for ``seconds``.
+
+        Returns the other run that has reserved it, or None on success.
+        """
         # A claim expires, so that a killed job does not block the server.
         holder, expiry = self._claim
         now = time.monotonic()
@@ -31,10 +34,10 @@ class HybridWorker:
         return None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
-        """Call a method of this worker and return its error as text, None on success.
+        """Call a method of this worker; return its error as text, or None on success.
 
-        If a worker raises, vLLM leaves the replies of the other workers unread and returns them for later
-        calls.
+        The error is not raised: if a worker raises, vLLM does not read the replies of the other workers, and
+        returns them for later calls.
         """
 
         try:

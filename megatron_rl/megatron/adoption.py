@@ -28,10 +28,10 @@ SCRIPT = "the training script's model"
 def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     """Return a `ParallelModel` of a training script's chunks, which are wrapped in Megatron's DDP.
 
-    The layout is that of Megatron's process-global groups, which must span the world. From now on the chunks
-    take packed rows and return hidden states, which the script's own loss cannot use. Raises UserError for
-    a model that config.json does not describe, and for settings that RL cannot train with. Collective over
-    the world.
+    The layout is that of Megatron's process-global groups, which must span the world. After the call the
+    chunks take packed rows and return hidden states, which the script's own loss cannot use. Raises UserError
+    for a model that config.json does not describe, and for settings that RL cannot train with. Collective
+    over the world.
     """
     chunks = [_unwrapped_chunk(chunk) for chunk in wrapped]
     config: Any = chunks[0].config
@@ -41,11 +41,12 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
 
     for chunk in wrapped:
         _check_gradients(chunk)
-        # Megatron's checks belong to its own loop; `Optimizer.step` refuses a norm that is not finite.
+        # Disable the checks of Megatron's own training loop: `Optimizer.step` raises for a norm that is not
+        # finite.
         chunk.ddp_config.check_for_nan_in_grad = False
         chunk.ddp_config.check_for_large_grads = False
 
-    # The spec of a model that is built here from the same config.json: the script's must equal it.
+    # The script's model must equal the spec that is derived here from the same config.json.
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
     for stage, chunk in enumerate(chunks):
@@ -53,7 +54,7 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
         post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
-        # The seed is that of a new scalar head, which a script's language model does not have.
+        # The seed has no effect: it is for a new scalar head, which a script's language model does not have.
         finish_chunk(chunk, spec, seed=1)
 
     if layout.virtual_pipeline > 1:
@@ -118,7 +119,7 @@ def _wrong_type(
 
 
 def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
-    """Return the layout of a training script's chunks, under the names of a configuration."""
+    """Return the layout of a training script's chunks, by the configuration's names of its fields."""
     config: Any = wrapped[0].config
     return {
         "tensor": config.tensor_model_parallel_size,

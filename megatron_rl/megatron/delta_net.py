@@ -13,17 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -32,7 +29,7 @@ from megatron_rl.megatron.layers import RmsNorm
 from megatron_rl.megatron.packing import PackedRows
 
 CHUNK = 64
-"""Tokens of a chunk: within a chunk the rule is computed by matrix products, over chunks by a loop."""
+"""Tokens per chunk: within a chunk the rule is computed by matrix products, across chunks by a loop."""
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys before its root, as in the models' published code."""
 
@@ -43,6 +40,9 @@ class PackedDeltaNet(GatedDeltaNet):
     On an accelerator the kernel of flash-linear-attention computes the rule, if the package is installed;
     otherwise `chunked_delta_rule` does.
     """
+
+    gathers_rows = True
+    """Rows come in the buckets of `PackedRows`."""
 
     # The sizes are optional in a configuration, but not in one with delta nets.
     key_head_dim: int
@@ -85,16 +85,17 @@ class PackedDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
-        # This rank's heads: the queries, keys and values, the gate of the output, two numbers per value head.
+        # For this rank's heads: queries, keys and values; the gate of the output; and the projections of
+        # learning rate and decay, one each per value head.
         value_heads = self.num_value_heads // self.tp_size
-        mixed_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
-        mixed, gate, rates = projected.split((mixed_width, gate_width, 2 * value_heads), dim=-1)
+        qkv, gate, rates = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
 
-        # Rows of similar length together; the gate is per token and needs no rows.
+        # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
         outputs = []
-        for mixed_bucket, rates_bucket in zip(packed.fill(mixed), packed.fill(rates), strict=True):
-            outputs.append(self._bucket(mixed_bucket, rates_bucket).flatten(0, 1))
+        for qkv_bucket, rates_bucket in zip(packed.fill(qkv), packed.fill(rates), strict=True):
+            outputs.append(self._compute_bucket(qkv_bucket, rates_bucket).flatten(0, 1))
         output = packed.join(outputs)
 
         # The norm of each head comes before its gate.
@@ -102,20 +103,20 @@ class PackedDeltaNet(GatedDeltaNet):
         gated = self.out_norm(output) * functional.silu(gate.float())
         return self.out_proj(gated.to(hidden_states.dtype).flatten(1).unsqueeze(1))
 
-    def _bucket(self, mixed: Tensor, rates: Tensor) -> Tensor:
+    def _compute_bucket(self, qkv: Tensor, rates: Tensor) -> Tensor:
         """Compute a bucket's output [rows, longest, value heads, size].
 
-        ``mixed`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
+        ``qkv`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
         [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
-        # A causal convolution over tokens: its padding makes the output longer than the row.
-        length = mixed.shape[1]
-        convolved = self.conv1d(mixed.transpose(1, 2))[..., :length]
-        mixed = functional.silu(convolved).transpose(1, 2)
+        # The convolution pads both ends; only its first ``length`` outputs are causal.
+        length = qkv.shape[1]
+        convolved = self.conv1d(qkv.transpose(1, 2))[..., :length]
+        qkv = functional.silu(convolved).transpose(1, 2)
 
         key_width = self.qk_dim // self.tp_size
         value_width = self.v_dim // self.tp_size
-        query, key, value = mixed.split((key_width, key_width, value_width), dim=-1)
+        query, key, value = qkv.split((key_width, key_width, value_width), dim=-1)
         query = query.unflatten(-1, (-1, self.key_head_dim))
         key = key.unflatten(-1, (-1, self.key_head_dim))
         value = value.unflatten(-1, (-1, self.value_head_dim))
@@ -258,8 +259,8 @@ def _normalise(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Run Megatron's constructor without its kernels, for which it raises (seen in 0.16.1 and 0.19.2)."""
-    # The constructor's module: 0.19 has a package in place of the module of 0.16.
+    """Prevent Megatron's constructor from raising without flash-linear-attention (0.16.1 and 0.19.2)."""
+    # Look up the constructor's module: 0.19 has a package in place of the module of 0.16.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
     available: bool = vars(module)["HAVE_FLA"]
     setattr(module, "HAVE_FLA", True)
@@ -267,32 +268,3 @@ def _without_flash_linear_attention() -> Iterator[None]:
         yield
     finally:
         setattr(module, "HAVE_FLA", available)
-
-
-def place_delta_nets(
-    layers: list[Any],
-    config: TransformerConfig,
-    first: int,
-    fused: bool,
-) -> None:
-    """Replace attention by gated delta nets, in the model's linear-attention layers among ``layers``.
-
-    ``layers`` are the specs of consecutive layers, after the model's ``first`` ones. ``fused`` if they are
-    Transformer Engine's.
-    """
-    in_proj: Any = ColumnParallelLinear
-    out_proj: Any = RowParallelLinear
-    if fused:
-        from megatron.core.extensions import transformer_engine
-
-        # The norm before a layer's attention is a part of its projection.
-        in_proj = transformer_engine.TELayerNormColumnParallelLinear
-        out_proj = transformer_engine.TERowParallelLinear
-    submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj)
-    delta_net = ModuleSpec(module=PackedDeltaNet, submodules=submodules)
-
-    pattern: Any = config.linear_attention_freq
-    for index, layer in enumerate(layers):
-        if pattern[first + index]:
-            # A new spec: layers may share one object.
-            layers[index] = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))

@@ -1,8 +1,9 @@
 """Megatron's experts on the host, and the recording and replay of expert routing.
 
-One `Routing` per model observes its routers: a forward-only pass records the experts of each token, a
-training pass replays them, so that the policy that is trained routes as the policy that sampled. It also adds
-the routers' own losses, with the denominators of the whole mini-batch, as every loss of this package has.
+Each model has one `Routing` that hooks into its routers. A forward-only pass records the experts of each
+token, and a training pass replays them, so that tokens are routed to the same experts in training as in
+sampling. `Routing` also adds the routers' own losses, normalised over the whole mini-batch like every loss of
+this package.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ _megatron_exchanges: dict[str, Any] = {}
 
 
 def prepare_experts() -> None:
-    """Replace the functions of Megatron-Core's router and dispatcher that fail here. Idempotent."""
+    """Replace functions of Megatron-Core's router and dispatcher that fail on this platform. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
         # Megatron defines the name only where Transformer Engine has it; the router compares it with None.
@@ -53,19 +55,19 @@ def prepare_experts() -> None:
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
 
 
-def prepare_biased_experts(chunk: Any) -> None:
-    """Make the experts of a GPTModel chunk add their biases, in plain layers of any layout.
+def prepare_biased_experts(layers: Iterable[Any]) -> None:
+    """Make the plain experts of some layers add their biases, in any layout.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
-    collective over one rank. It also marks the bias as one whose gradient is summed over tensor-parallel
-    ranks, though the sum over copies of the expert contains that.
+    collective over one rank. It also marks the bias so that its gradient is summed over tensor-parallel
+    ranks, although the data-parallel sum over all copies of the expert already includes these ranks.
     """
-    for module in chunk.modules():
+    for module in chain.from_iterable(layer.modules() for layer in layers):
         if not isinstance(module, SequentialMLP):
             continue
         for expert in module.local_experts:
             linear: Any = expert.linear_fc2
-            # An expert is on one rank: without this the layer would sum over a group of one.
+            # An expert is on one rank: without this the layer would call a collective over only that rank.
             linear.explicit_expert_comm = True
             linear.bias.sequence_parallel = False
 
@@ -80,7 +82,7 @@ def _gather_uneven(
     if output_split_sizes is None or group.size() == 1:
         return _megatron_exchanges["gather"](value, group, output_split_sizes, use_global_buffer)
 
-    # Pad to the largest part, so that an even all-gather serves.
+    # Pad to the largest part, so that an even all-gather can be used.
     padded_size = max(output_split_sizes)
     padded = value.new_zeros((padded_size, *value.shape[1:]))
     padded[: len(value)] = value
@@ -125,13 +127,13 @@ class TokenRows:
     """
 
     index: Tensor
-    """[T] int64, row of each token; padding has a row of its own, after the others."""
+    """[T] int64, row of each token; padding is a separate row, after the others."""
     lengths: Tensor
-    """[rows + 1] int64, tokens of each row on all ranks, and 1 for padding."""
+    """[rows + 1] int64, number of tokens of each row over all ranks; the last entry, for padding, is 1."""
     batch_rows: int
-    """Rows of the mini-batch on all ranks."""
+    """Number of rows of the mini-batch over all ranks."""
     batch_tokens: int
-    """Tokens of the mini-batch on all ranks."""
+    """Number of tokens of the mini-batch over all ranks."""
 
 
 class RoutedTokens:
@@ -144,12 +146,12 @@ class RoutedTokens:
         rows: TokenRows | None = None,
     ) -> None:
         self.replayed = replayed
-        """[T, layers, k] experts that routers must select, -1 where the router decides; None if it decides
+        """[T, layers, k] experts that routers must select, -1 where the router decides; or None if it decides
         for all tokens."""
         self.real = real
-        """Number of tokens that are not padding, which are the first ones."""
+        """Number of tokens without padding; padding comes after them."""
         self.rows = rows
-        """Rows of the tokens, for routers with losses; None for other routers."""
+        """Rows of the tokens for the routers' losses, or None if no router has a loss."""
         self.choices: dict[int, Tensor] = {}
         """Experts [T, k] that the router of each layer selected, by layer."""
 
@@ -159,19 +161,19 @@ LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
 
 
 class _RouterReplay:
-    """Recording and replay for the router of one layer, counted from 0.
+    """Recording and replay of expert choices for the router of one layer.
 
-    It has the interface of Megatron-Core's RouterReplay, which the router calls for the top-k. Megatron's own
-    class has one list for all models of a process, so that actor and reference would mix, and records only
-    the last of a pipeline's micro-batches.
+    ``layer`` is counted from 0 over the whole model. The class has the interface of Megatron-Core's
+    RouterReplay, which the router calls for the top-k. Megatron's own class has one list for all models of a
+    process, which would mix actor and reference, and it records only the last micro-batch of a pipeline.
     """
 
     def __init__(self, layer: int, routing: Routing) -> None:
         self.layer = layer
         self.pending_recompute: deque[RoutedTokens] = deque()
-        """Micro-batches whose layer the backward pass will recompute, in that order."""
+        """Micro-batches for which the backward pass will recompute this layer, in that order."""
         self.tokens: RoutedTokens | None = None
-        """Micro-batch of the last top-k, also in a recomputation."""
+        """Micro-batch of the last call of `get_replay_topk`, also in a recomputation."""
         self._routing = routing
 
     def get_replay_topk(
@@ -212,11 +214,11 @@ class _RouterReplay:
 
 
 class Routing:
-    """Routers of one model on this rank: recorder and replay of the experts of tokens, and counter of loads.
+    """Routers of one model on this rank: records, replays and counts the experts selected for tokens.
 
-    Fused routers choose inside their kernel: only their loads are counted. ``layers``, ``experts`` and
-    ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a row
-    are sharded.
+    Fused routers select experts inside their kernel: only their loads are counted. ``layers``, ``experts``
+    and ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a
+    row are sharded.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class Routing:
         """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
         self.trains = False
         self.has_losses = False
-        """Whether a router has a loss of its own, for which micro-batches need their `TokenRows`."""
+        """Whether any router has its own loss, for which micro-batches need their `TokenRows`."""
         self._token_groups = token_groups
         self._routers: list[_RouterReplay] = []
 
@@ -250,21 +252,22 @@ class Routing:
             self._replace_losses(router, replay)
 
     def begin(self, *, trains: bool) -> None:
-        """Reset counts and pending recomputation before a pass; ``trains`` if it has a backward pass."""
+        """Reset counts and pending recomputation before a pass, with a backward pass if ``trains``."""
         self.trains = trains
         for router in self._routers:
             router.pending_recompute.clear()
         target = device.device()
         self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target)
         self._agreement = torch.zeros(2, dtype=torch.long, device=target)
-        # For each loss the sum and the number of its terms.
+        # Sum and number of the terms of each loss.
         self._losses = {name: torch.zeros(2, dtype=torch.double, device=target) for name in LOSS_METRICS}
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
         """Replace the functions with which Megatron adds the losses of a router.
 
-        Megatron's losses are means over a micro-batch, which it multiplies by the tokens, since it divides
-        all gradients by the tokens of the batch afterwards. Gradients here are sums with global weights.
+        Megatron's losses are means over a micro-batch, multiplied by its number of tokens, since Megatron
+        later divides all gradients by the number of tokens of the batch. Here gradients are never divided:
+        losses are sums whose weights have global denominators.
         """
         z_coefficient = router.config.moe_z_loss_coeff or 0.0
         balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)
@@ -285,11 +288,11 @@ class Routing:
 
         It is the mean over the mini-batch's tokens of logsumexp(logits)^2.
         """
-        # Without a gradient the layer is recomputed later, which adds the loss then.
+        # Without gradients this is the first pass of a recomputed layer: the recomputation adds the loss.
         if not self.trains or not torch.is_grad_enabled():
             return logits
 
-        # Before the top-k of a recomputation, which removes the micro-batch from the queue.
+        # In a recomputation this runs before the top-k, which removes the micro-batch from the queue.
         tokens = self.tokens
         if tokens is None:
             tokens = replay.pending_recompute[0]
@@ -311,8 +314,9 @@ class Routing:
     ) -> Tensor:
         """Attach the balancing loss of each row to ``probs`` (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17).
 
-        It is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti: c_i of the row's L
-        tokens chose expert i of E, and ``scores`` [T, E] are s. ``routing_map`` [T, E] are the choices.
+        It is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti, where c_i of the row's
+        L tokens selected expert i of E, and s_ti are the ``scores`` [T, E]. ``routing_map`` [T, E] bool marks
+        the selected experts.
         """
         if not self.trains:
             return probs
@@ -320,8 +324,8 @@ class Routing:
         assert tokens is not None and tokens.rows is not None
         rows = tokens.rows
 
-        # Tokens of a row may be on other ranks, whose choices count in this rank's terms. Choices have no
-        # gradient, so the sum needs none.
+        # This rank's terms include the choices for tokens of the same rows on other ranks. Choices have no
+        # gradient, so the all-reduce needs no backward pass.
         counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
         counts.index_add_(0, rows.index, routing_map.float())
         for group in self._token_groups:
@@ -330,7 +334,7 @@ class Routing:
         fractions = counts * (self.experts / self.topk / lengths.square())[:, None]
 
         terms = (scores.float() * fractions[rows.index])[: tokens.real].sum()
-        # A token counts as its part of a row.
+        # The number of terms is in rows: each token counts 1 / length of its row.
         self._count_loss("router/seq_aux_loss", terms, (1 / lengths)[rows.index][: tokens.real].sum())
         loss = terms * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
@@ -341,7 +345,7 @@ class Routing:
         total: Tensor,
         count: Tensor | int,
     ) -> None:
-        """Add to the sum and the number of terms of a loss, on the device."""
+        """Add ``total`` to the sum of a loss and ``count`` to its number of terms, on the device."""
         self._losses[name][0] += total.detach()
         self._losses[name][1] += count
 
@@ -362,7 +366,7 @@ class Routing:
     ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
 
-        The load counts the experts that compute: with replay the replayed ones.
+        Loads count the experts that process the tokens: the replayed experts where routing is replayed.
         """
         experts = experts[: tokens.real]
         routed = experts
@@ -384,18 +388,18 @@ class Routing:
         inputs: Any,
         output: Any,
     ) -> None:
-        """Count the loads of a fused router, whose second output is the map [T, experts] of its choices."""
-        # Without a micro-batch this is the recomputation of a layer that was counted.
+        """Count the loads of a fused router, whose second output [T, experts] marks the selected experts."""
+        # Without a micro-batch this is the recomputation of a layer whose loads were counted already.
         if self.tokens is not None and self.trains:
             self._loads[layer] += output[1][: self.tokens.real].sum(dim=0)
 
     def metrics(self, group: Any) -> Metrics:
-        """Return the counts of a training pass over all ranks of the ``group``. Collective over it.
+        """Return loads, agreement and losses of a training pass over all ranks of the ``group``.
 
         ``router/load_max/layer_N`` is the load of the busiest expert of a layer over the mean load, 1 if all
         are equal. ``router/agreement`` is the share of replayed experts that routers would choose too.
         ``router/z_loss`` is a mean over tokens and layers, ``router/seq_aux_loss`` over rows and layers; both
-        without their coefficients.
+        without their coefficients. Collective over the group.
         """
         # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):
@@ -415,6 +419,6 @@ class Routing:
 
         loads = self._loads.double()
         load_max = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()
-        # 0 / 0 in layers without experts: NaN, which differs from itself.
+        # Skip layers without experts, whose value 0 / 0 is NaN: NaN differs from itself.
         values = {f"router/load_max/layer_{n}": value for n, value in enumerate(load_max) if value == value}
         return metrics + Metrics.of(values)

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
@@ -48,7 +48,7 @@ from megatron_rl.megatron.packing import PackedRows
 
 
 def require_transformer_engine() -> None:
-    """Raise UserError, with the reason, where Transformer Engine cannot be imported."""
+    """Raise UserError with the reason if Transformer Engine cannot be imported."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
@@ -62,14 +62,14 @@ def require_transformer_engine() -> None:
 
 
 def warn_of_unfused_attention() -> None:
-    """Warn, once per process, where Transformer Engine has computed attention without a fused kernel.
+    """Warn, once per process, if Transformer Engine has computed attention without a fused kernel.
 
     It selects a kernel silently (`get_attention_backend`). On an H100, training a 1.5B model on packed rows
-    of 660 tokens reached 11 % of the GPU's peak: unfused attention was one cause, and stored all scores.
+    of 660 tokens reached 11 % of the GPU's peak: one cause was unfused attention, which stores all scores.
     """
     global _unfused
 
-    # Transformer Engine's own cache of its last choice; the module is imported if it has computed anything.
+    # Transformer Engine caches its last choice here. Its module is imported once it has computed attention.
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
     if _unfused or not backends.get("use_unfused_attention"):
         return
@@ -77,17 +77,17 @@ def warn_of_unfused_attention() -> None:
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        f"scores of whole rows in memory. Its reasons against fused kernels: {_refusals(backends)}. Fix: "
-        "install flash-attn, or a cuDNN that it supports",
+        f"scores of whole rows in memory. Its reasons against fused kernels: {_rejection_reasons(backends)}. "
+        "Fix: install flash-attn, or a cuDNN that it supports",
         stacklevel=2,
     )
 
 
-def decided_attention() -> dict[str, str]:
+def attention_backend_of_process() -> dict[str, str]:
     """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
-    Megatron writes its choice into environment variables of Transformer Engine, and refuses another one. A
-    training script's own model has ``auto`` by default.
+    Megatron writes the setting of the first model into environment variables of Transformer Engine, and
+    raises for a model with a different setting. The model of a training script has ``auto`` by default.
     """
     # `auto` is the only choice that sets all three.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
@@ -96,8 +96,8 @@ def decided_attention() -> dict[str, str]:
 
 
 @contextmanager
-def _unfused_attention_refused() -> Iterator[None]:
-    """Turn Transformer Engine's error without an attention kernel into a UserError with its reasons."""
+def _explain_missing_kernel() -> Iterator[None]:
+    """Convert Transformer Engine's error for a missing attention kernel to a UserError with its reasons."""
     try:
         yield
     except ValueError as error:
@@ -109,18 +109,19 @@ def _unfused_attention_refused() -> Iterator[None]:
             "Transformer Engine has no fused attention kernel for these rows",
             where="actor.megatron.attention_backend",
             expected="a kernel of the kind that attention_backend names: by default `fused`, cuDNN's",
-            got=f"none; its reasons: {_refusals(backends)}",
-            fix="run `python -m megatron_rl doctor`, which opens what cuDNN needs; or set "
+            got=f"none; its reasons: {_rejection_reasons(backends)}",
+            fix="run `python -m megatron_rl doctor`, which checks the libraries that cuDNN opens; or set "
             "actor.megatron.attention_backend=flash with flash-attn, or model.attention=torch",
         ) from error
 
 
-def _refusals(backends: Mapping[str, Any]) -> str:
-    """Make Transformer Engine select its attention kernel again; return the reasons that it logs.
+def _rejection_reasons(backends: Mapping[str, Any]) -> str:
+    """Return Transformer Engine's reasons against its fused attention kernels.
 
-    They are logged at DEBUG, which is off by default. Nothing is raised: this explains another problem.
+    It logs them at DEBUG, which is off by default, so it is made to select its kernel again. This function
+    never raises, since it explains another error.
     """
-    # Capture the log, and keep it from the handlers of the application.
+    # Capture the log without passing it to the handlers of the application.
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -237,9 +238,10 @@ class PackedAttention(nn.Module, RowAttention):
     """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
     On an accelerator in half precision these take the boundaries of rows (`varlen_attn`), otherwise rows
-    gathered by length. A ``window_size`` of the config limits how far a token looks back. Under context
-    parallelism an all-to-all exchanges all heads of a shard of the tokens for all tokens of a shard of the
-    heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within complete rows.
+    gathered by length. The config's ``window_size`` limits the number of earlier tokens that a token attends
+    to. Under context parallelism an all-to-all exchanges all heads of a shard of the tokens for all tokens of
+    a shard of the heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within
+    complete rows.
     """
 
     def __init__(
@@ -268,7 +270,7 @@ class PackedAttention(nn.Module, RowAttention):
         self.context = pg_collection.cp
         self.tensor = pg_collection.tp
         self.softmax_offset: nn.Parameter | None = None
-        """[heads of this tensor-parallel rank], the logits of attention sinks, under Megatron's name."""
+        """[heads of this tensor-parallel rank], the logits of attention sinks. The name is Megatron's."""
         if config.softmax_type == "learnable":
             heads = divide(config.num_attention_heads, self.tensor.size())
             offset = torch.empty(heads, dtype=config.params_dtype, device=device.device())
@@ -338,7 +340,7 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
-        attend = self._bucket
+        attend = self._compute_bucket
         if self.softmax_offset is not None:
             attend = self._bucket_with_sinks
         return packed_seq_params.join([attend(*bucket) for bucket in buckets])
@@ -349,7 +351,7 @@ class PackedAttention(nn.Module, RowAttention):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
+        """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
         query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
@@ -371,9 +373,9 @@ class PackedAttention(nn.Module, RowAttention):
         # Kernels that store no scores need values of the keys' size.
         value = functional.pad(value, (0, 1, 0, 0, 1, 0))
 
-        # The first query is the sink's own.
+        # Drop the output of the sink's own query, the first one, and the padding of the values.
         length = query.shape[1]
-        output = self._bucket(query, key, value, scale, sinks=1)
+        output = self._compute_bucket(query, key, value, scale, sinks=1)
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
@@ -392,7 +394,7 @@ class PackedAttention(nn.Module, RowAttention):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def _bucket(
+    def _compute_bucket(
         self,
         query: Tensor,
         key: Tensor,
@@ -418,7 +420,7 @@ class PackedAttention(nn.Module, RowAttention):
             position = torch.arange(length, device=query.device)
             distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance <= self.window)
-            # A sink sees itself alone, and every token sees it.
+            # A sink attends only to itself, and every token attends to it.
             mask[:, :sinks] |= distance[:, :sinks] >= 0
 
         if self.cap is not None:
@@ -457,7 +459,7 @@ def _attend_between_boundaries(
     if padding:
         value = functional.pad(value, (0, padding))
 
-    # Tokens before and after a token that it attends to; -1 is no limit.
+    # Numbers of tokens before and after a token that it attends to; -1 means no limit.
     window_size = (-1, 0)
     if window is not None:
         window_size = (window, 0)
@@ -486,8 +488,8 @@ def _capped_attention(
 ) -> Tensor:
     """Compute causal attention with scores bounded by ``cap``, [rows, heads, longest, size].
 
-    All scores are in memory at once: PyTorch's fused kernels have no cap. ``mask`` is True where a token
-    attends to another, by default to all tokens before it.
+    PyTorch's fused kernels have no cap, so all scores are stored. ``mask`` is True where a token attends to
+    another one; by default a token attends to itself and to all tokens before it.
     """
     factor = query.shape[-1] ** -0.5
     if scale is not None:
@@ -501,7 +503,7 @@ def _capped_attention(
 
 
 def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
-    """Return [T, H / ranks, size], all tokens, for [T / ranks, H, size], all heads.
+    """Exchange [T / ranks, H, size] with all heads for [T, H / ranks, size] with all tokens.
 
     Collective over ``group``.
     """
@@ -516,7 +518,7 @@ def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
 
 
 def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
-    """Return [T / ranks, H, size], all heads, for [T, H / ranks, size], all tokens.
+    """Exchange [T, H / ranks, size] with all tokens for [T / ranks, H, size] with all heads.
 
     Collective over ``group``.
     """
@@ -534,7 +536,7 @@ def _takes_grouped_keys(query: Tensor) -> bool:
     """Return whether PyTorch's fused attention takes grouped keys and values without repeating them.
 
     The host's kernel does, but in half precision it would sum the gradients of a group's heads in half
-    precision. On accelerators only the half-precision kernel without a mask does.
+    precision. On accelerators only the half-precision kernel without a mask does, so heads are repeated.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
@@ -553,11 +555,12 @@ def _repeat_grouped_heads(
 
 @cache
 def transformer_engine_attention() -> type:
-    """Return Transformer Engine's attention for `PackedRows`, a class for Megatron's specs of layers.
+    """Return the class of Transformer Engine's attention for `PackedRows`, for Megatron's layer specs.
 
-    Its kernels take row boundaries (THD). Given those, Megatron would also derive rotary angles from them, at
-    four reads of the device per layer, and cut each row over context-parallel ranks; here angles come from
-    `PackedRotaryEmbedding`, and every rank attends within complete rows.
+    Its kernels take row boundaries (THD). If Megatron's own layers received these boundaries, they would also
+    derive rotary angles from them, with four device synchronizations per layer, and split each row over
+    context-parallel ranks. Here angles come from `PackedRotaryEmbedding`, and every rank attends within
+    complete rows.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -571,11 +574,11 @@ def transformer_engine_attention() -> type:
             pg_collection: Any,
             **arguments: Any,
         ) -> None:
-            # Otherwise context-parallel ranks get equal numbers of key-value heads by repeating them.
+            # Whether key-value heads divide evenly over context-parallel ranks; if not, they are repeated.
             ranks = pg_collection.cp.size()
             self.divides_key_heads = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
 
-            # Transformer Engine sees one context-parallel rank with fewer heads.
+            # Configure Transformer Engine for one context-parallel rank with a share of the heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
             rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
@@ -603,7 +606,7 @@ def transformer_engine_attention() -> type:
                 key, value = _repeat_grouped_heads(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
-            with _unfused_attention_refused():
+            with _explain_missing_kernel():
                 output = super().forward(
                     query,
                     key,
@@ -622,14 +625,13 @@ def transformer_engine_attention() -> type:
 
 @contextmanager
 def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
-    """Build Megatron's output layer inside the block without accumulation of weight gradients in products.
+    """Allow Megatron's plain output layer inside the block even with ``gradient_accumulation_fusion``.
 
-    Without effect unless the layers are Transformer Engine's (``fused``).
+    This has no effect unless the layers are Transformer Engine's (``fused``).
 
-    Megatron's plain linear layer refuses ``gradient_accumulation_fusion`` without Apex (seen in 0.16.1 and
-    0.19.2). Transformer Engine's layers need no Apex, but a model of them still has this plain layer as
-    output layer. Its own product is never computed, since `ParallelModel.token_outputs` projects the hidden
-    states.
+    Megatron's plain linear layer refuses this setting without Apex (seen in 0.16.1 and 0.19.2). Transformer
+    Engine's layers need no Apex, but their model still has the plain layer as its output layer. The forward
+    pass of that layer is never called, since `ParallelModel.token_outputs` projects the hidden states.
     """
     available = megatron_layers._grad_accum_fusion_available
     setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
@@ -646,12 +648,12 @@ def block_spec(
     pp_rank: int,
     core_attention: str | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention.
+    """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's plain layers.
 
-    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch", or
-    if attention has sinks.
+    Plain layers get the norm and the attention of this module. Transformer Engine's layers get
+    `PackedAttention` if ``core_attention`` is "torch" or if attention has sinks.
     """
-    # Transformer Engine's layers need another attention: its own takes rows in another format.
+    # Replace the attention of Transformer Engine's layers, which expects rows in a different format.
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
         attention: Any = PackedAttention
@@ -674,13 +676,13 @@ def _fused_block(
     vp_stage: int | None,
     pp_rank: int,
 ) -> TransformerBlockSubmodules:
-    """Return one pipeline stage's layers of Transformer Engine's, as Megatron specifies them."""
+    """Return Megatron's specs of one pipeline stage's layers in Transformer Engine."""
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
 
-    # The layers of a dense model are alike.
+    # The layers of a dense model are equal.
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
     )
@@ -729,7 +731,7 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
     if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
-        # The query is not compressed.
+        # Without a compressed query there is no norm of it.
         attention.q_layernorm = None
     return layer
 
@@ -737,7 +739,7 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
 # --- Key-value heads that tensor-parallel ranks share
 
 _attention_group: Any = None
-"""Tensor-parallel group of the attention module that is projecting, None outside of one."""
+"""Tensor-parallel group of the attention module whose projections are being computed, or None."""
 
 
 def bind_tensor_group(attention: Any) -> None:
@@ -792,7 +794,7 @@ def scale_embeddings(chunk: Any) -> None:
 
 
 def cap_scores(chunk: Any, cap: float) -> None:
-    """Bound the attention scores of a GPTModel chunk by ``cap`` (arXiv 2408.00118)."""
+    """Soft-cap the attention scores of a GPTModel chunk at ``cap`` (arXiv 2408.00118)."""
     for layer in chunk.decoder.layers:
         layer.self_attention.core_attention.cap = cap
 
@@ -818,20 +820,20 @@ def _scale_query(
     query, *other_args = args
     intervals = kwargs["packed_seq_params"].positions // positions
     factors = 1 + beta * torch.log1p(intervals.float())
-    # Tokens are the first dimension, whatever the others are.
+    # Only the first dimension, the tokens, is common to all attention modules.
     shape = (-1, *[1] * (query.dim() - 1))
     return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
-def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
-    """Make each layer of a GPTModel chunk use the local or the global rotary angles of `both_frequencies`.
+def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...], local_factor: float) -> None:
+    """Make each of some layers use the local or the full rotary angles of `both_frequencies`.
 
-    ``local`` are the layers with local angles, counted over the model; ``local_factor`` is their factor of
-    cos and sin, which the config sets for the other layers. Source: Gemma Team, arXiv 2503.19786.
+    ``local_layers`` have local angles, and are counted over the model. ``local_factor`` is their factor of
+    cos and sin; the config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
-        is_local = layer.layer_number - 1 in local
+        is_local = layer.layer_number - 1 in local_layers
         hook = partial(_select_angles, 0 if is_local else 1)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -845,7 +847,8 @@ def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: flo
 def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
     """Make Megatron's attention multiply cos and sin by ``factor``.
 
-    It multiplies them by 0.1 ln(s) + 1, with an attribute that `TransformerConfig` does not declare as s.
+    Megatron multiplies them by 0.1 ln(s) + 1, where s is an attribute that `TransformerConfig` does not
+    declare. The value that is set here makes this expression equal to ``factor``.
     """
     setattr(config, "yarn_rotary_scaling_factor", math.exp(10.0 * (factor - 1.0)))
 
@@ -861,7 +864,7 @@ def _scale(
     inputs: Any,
     output: Tensor,
 ) -> Tensor:
-    # The factor is rounded to the weights' precision, as the models were trained.
+    # The factor is rounded to the weights' precision because the models were trained so.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
@@ -872,7 +875,7 @@ def _select_angles(
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
-    # The angles come twice, [local, full, local, full], since rotation pairs both halves of a head.
+    # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
     if isinstance(angles, tuple):
         angles = angles[0]
@@ -882,7 +885,7 @@ def _select_angles(
 
 
 def allow_without_transformer_engine() -> None:
-    """Clear Megatron's flag of Transformer Engine for latent attention if it is absent. Idempotent."""
+    """Clear Megatron's HAVE_TE flag for latent attention without Transformer Engine. Idempotent."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention
         module.HAVE_TE = False
@@ -924,14 +927,14 @@ def _bound_projection(linear: type, group: Any) -> type:
     return type(linear.__name__, (linear,), {"__init__": __init__})
 
 
-def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
-    """Adapt every layer of a GPTModel chunk to packed rows.
+def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
+    """Adapt layers with latent attention to packed rows.
 
     A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
     return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
     norm.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
         config = attention.config
         if isinstance(attention.core_attention, RowAttention):
@@ -943,7 +946,7 @@ def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
         if attention.pg_collection.tp.size() == 1:
             continue
 
-        # Projections with the sizes of their latent and of a key that all heads share.
+        # Each down projection with the size of its latent, and of the rotary key that all heads share.
         projections = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
         if config.q_lora_rank is not None:
             projections.append((attention.linear_q_down_proj, config.q_lora_rank, 0))
@@ -988,7 +991,7 @@ def _gather_latent(
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):
     """Rotary angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention.
 
-    ``scaled`` if Megatron expects a scaled embedding, which also returns the factor of cos and sin.
+    ``scaled``: whether Megatron expects a scaled embedding, which also returns the factor of cos and sin.
     """
 
     def __init__(self, inverse_frequencies: Tensor, scaled: bool) -> None:

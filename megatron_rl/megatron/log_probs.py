@@ -1,11 +1,12 @@
-"""Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
+"""Log-probs and entropy directly from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch never exist at once: a tile of them is projected, reduced to four numbers per
-token and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
+The logits of a micro-batch are never all in memory: one tile at a time is computed, reduced to four numbers
+per token and freed, and computed again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
 accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
-Logits are float32 in every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to
-0.06 at 20, and the probabilities of a pass that rounds and one that does not would not sum to 1.
+Logits are float32 in every pass, also for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
+by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
+normaliser of the other would not sum to 1.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from megatron_rl.shapes.memory import TILE_TOKENS
 
 _MASKED = -1e30
 """Logit of padding and of tokens outside the support: finite, so that probability * logit is 0, not NaN."""
+_LARGEST_EXPONENT = 60.0
+"""Bound of the negative log-prob of the last bucket in its gradient: exp(60) is finite in float32."""
 _SELF_TEST_TOKENS = 150
-"""Positions of the problem on which `kernel_errors` compares the kernels with float64."""
+"""Number of positions in the problem on which `kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
-"""Tokens of that problem's vocabulary; 10 more rows of the weight are padding."""
+"""Vocabulary size of that problem; 10 more rows of the weight are padding."""
 
 
 class VocabularyShard(NamedTuple):
-    """Rows of the output projection that a rank holds.
+    """Shard of the vocabulary: the rows of the output projection on one rank.
 
     Example: 32,000 tokens padded to 32,128 on two ranks: ``VocabularyShard(16064, 32000, group)`` on the
     second.
@@ -46,7 +49,7 @@ class VocabularyShard(NamedTuple):
     size: int
     """Number of tokens in the vocabulary; rows of the weight from this id on are padding."""
     group: Any
-    """Tensor-parallel group over whose ranks the vocabulary is cut."""
+    """Tensor-parallel group that shards the vocabulary."""
     cap: float | None = None
     """Bound of the logits before the temperature: cap * tanh(logit / cap) (Gemma Team 2024, arXiv
     2408.00118)."""
@@ -64,7 +67,8 @@ class Support(NamedTuple):
     tokens: Tensor
     """[sum of sizes] token ids, position after position."""
     offsets: numpy.ndarray
-    """[n + 1] index in ``tokens`` of each position's first token, on the host: slicing reads no device."""
+    """[n + 1] index in ``tokens`` of each position's first token; on the host, to slice without reading the
+    device."""
 
     def mask(
         self,
@@ -72,14 +76,17 @@ class Support(NamedTuple):
         columns: int,
         start: int,
     ) -> Tensor:
-        """Mask the ids from ``start`` on outside the support, [positions of ``span``, columns] bool."""
+        """Return a mask [positions of ``span``, columns] bool that is True outside the support.
+
+        ``start`` is the token id of the first column.
+        """
         sizes = self.sizes[span]
         first = int(self.offsets[:-1][span][0])
         last = int(self.offsets[1:][span][-1])
         tokens = self.tokens[first:last].long() - start
 
-        # An output size and a further column for tokens of other shards, because the number of tokens that
-        # a boolean index selects would be read from the device.
+        # Pass the output size, and collect tokens of other shards in an extra column: otherwise, as with a
+        # boolean index, the number of selected tokens would be read from the device.
         positions = torch.repeat_interleave(
             torch.arange(len(sizes), device=sizes.device), sizes, output_size=last - first
         )
@@ -89,6 +96,29 @@ class Support(NamedTuple):
         is_outside = (sizes > 0)[:, None].repeat(1, columns + 1)
         is_outside.view(-1).index_fill_(0, positions * (columns + 1) + column, False)
         return is_outside[:, :columns]
+
+
+class TopTokens(NamedTuple):
+    """Request for the most likely tokens of each distribution.
+
+    Example: ``TopTokens(tokens=64, vocabulary=151_643)``.
+    """
+
+    tokens: int
+    """Number of tokens of each distribution."""
+    vocabulary: int
+    """Tokens from this id on are never among them, although the model may have more."""
+
+
+class BucketGradients(NamedTuple):
+    """Results of a forward pass over buckets, with the loss's gradients with respect to them."""
+
+    ids: Tensor
+    """[n, k] tokens with a bucket of their own, -1 for none; all other tokens share the last bucket."""
+    log_probs: Tensor
+    """[n, k + 1] log-probs of the buckets."""
+    gradients: Tensor
+    """[n, k + 1] gradients of the loss with respect to ``log_probs``."""
 
 
 def support_of(sizes: Tensor, tokens: Tensor) -> Support:
@@ -113,8 +143,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         reduce_hidden_gradient: bool,
         support: Support | None,
         rules: Sequence[RowRules] | None,
-    ) -> tuple[Tensor, Tensor]:
-        stats = statistics(
+        bucket_ids: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        stats = softmax_statistics(
             hidden,
             weight,
             targets,
@@ -123,20 +154,33 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             chunk,
             support,
             rules=rules,
+            bucket_ids=bucket_ids,
         )
-        log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
+        stats = _gather(stats, shard.group)
+        if bucket_ids is None:
+            log_normaliser, *outputs = _combine(stats)
+        else:
+            log_normaliser, *outputs = _combine_buckets(stats, targets, bucket_ids)
 
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, outputs[1])
+        ctx.bucket_ids = bucket_ids
+        ctx.bucket_log_probs = None
+        if bucket_ids is not None:
+            # Detached: an output that its own context holds would keep the graph alive.
+            ctx.bucket_log_probs = outputs[2].detach()
         ctx.shard = shard
         ctx.chunk = chunk
         ctx.reduce = reduce_hidden_gradient
         ctx.support = support
         ctx.rules = rules
-        return log_probs, entropy
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tensors: Any = (*ctx.saved_tensors, *gradients)
+        tensors: Any = (*ctx.saved_tensors, *gradients[:2])
+        buckets = None
+        if ctx.bucket_ids is not None:
+            buckets = BucketGradients(ctx.bucket_ids, ctx.bucket_log_probs, gradients[2])
         hidden_gradient, weight_gradient = _gradients(
             *tensors,
             shard=ctx.shard,
@@ -144,14 +188,15 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             support=ctx.support,
             frozen=not ctx.needs_input_grad[1],
             rules=ctx.rules,
+            buckets=buckets,
         )
 
-        # Each rank has the gradient through its own rows of the output projection alone.
+        # Each rank has computed only the gradient through its own rows of the output projection.
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
 
-        # One result per argument of `forward`; the last seven have no gradient.
-        return hidden_gradient, weight_gradient, *(None,) * 7
+        # One result per argument of `forward`; the last eight have no gradient.
+        return hidden_gradient, weight_gradient, *(None,) * 8
 
 
 def _gradients(
@@ -169,12 +214,13 @@ def _gradients(
     frozen: bool = False,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
+    buckets: BucketGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of the hidden states [n, h] and of this shard's weight [V / tp, h].
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass; ``log_prob_gradient`` and
-    ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs. A ``frozen`` weight has
-    the gradient None.
+    ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs, as are those of
+    ``buckets``. A ``frozen`` weight has the gradient None.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
     tokens, the weight's gradient would be off by 1 %.
@@ -208,7 +254,7 @@ def _gradients(
             )
             # With rules, the slope of the cap is part of `logit_slope`.
             cap = None if rules else shard.cap
-            slope = reductions.slope(
+            arguments = (
                 logits,
                 targets[span] - tile_shard.start,
                 temperature[span],
@@ -219,15 +265,22 @@ def _gradients(
                 cap,
                 weight.dtype,
             )
+            if buckets is None:
+                slope = reductions.slope(*arguments)
+            else:
+                tile_buckets = BucketGradients(
+                    buckets.ids[span] - tile_shard.start, buckets.log_probs[span], buckets.gradients[span]
+                )
+                slope = _bucket_slope(reductions, *arguments, tile_buckets)
             if logit_slope is not None:
                 slope.mul_(logit_slope)
-            del logits, logit_slope
+            del logits, logit_slope, arguments
 
             # Chain rule through logits = hidden @ weight^T.
             _add_product(hidden_sum[span], slope, tile_weight)
             if tile_sum is not None:
                 _add_product(tile_sum, slope.t(), hidden[span])
-            del slope  # before the next tile's logits are made
+            del slope  # free its memory before the next tile's logits are allocated
 
         if tile_gradient is not None and tile_sum is not None and tile_sum is not tile_gradient:
             tile_gradient.copy_(tile_sum)
@@ -244,7 +297,7 @@ def _row_tiles(
 ) -> Iterator[tuple[VocabularyShard, slice]]:
     """Yield (shard, rows of the weight) for consecutive tiles of ``size`` of the weight's ``count`` rows.
 
-    Each tile is described as a smaller shard, so that the code of a shard serves for a tile.
+    Each tile is described as a smaller shard, so that the code for shards can be used for tiles.
     """
     for first_row in range(0, count, size):
         yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + size)
@@ -256,12 +309,12 @@ def _tile(
     chunk: int,
     frozen: bool,
 ) -> tuple[int, int]:
-    """Return the tokens and the rows of the weight of one tile, of about ``chunk`` * V / tp logits.
+    """Return the numbers of tokens and of weight rows per tile, for about ``chunk`` * V / tp logits per tile.
 
     In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
     rows. Square tiles move the fewest bytes, and need no sum of the size of the whole weight.
     """
-    # Gradients in float32 need no other sum, and a frozen weight has none: take complete rows of logits.
+    # Gradients in float32 need no separate sums, and a frozen weight has no gradient: tiles have all rows.
     if frozen or hidden.dtype.itemsize >= 4:
         return chunk, len(weight)
 
@@ -270,7 +323,7 @@ def _tile(
 
 
 def _float32_sum(gradient: Tensor) -> Tensor:
-    """Return a zero tensor to sum a gradient in: ``gradient`` itself, unless in half precision."""
+    """Return a zero tensor for a gradient's sum: float32 for half precision, else ``gradient`` itself."""
     if gradient.dtype.itemsize >= 4:
         return gradient
     return torch.zeros_like(gradient, dtype=torch.float32)
@@ -288,7 +341,7 @@ def _add_product(
         total.add_(_product(first, second))
 
 
-def statistics(
+def softmax_statistics(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -298,10 +351,12 @@ def statistics(
     support: Support | None = None,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
+    bucket_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute the softmax statistics [4, n] of this shard; `tile_statistics` lists the four.
+    """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
-    As many logits exist at a time as ``chunk`` tokens have.
+    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, whose logits follow, divided by the
+    temperature: [4 + k, n]. At most as many logits exist at a time as ``chunk`` tokens have.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
     tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen=False)
@@ -311,12 +366,21 @@ def statistics(
         span = slice(begin, begin + tile_tokens)
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
-            # The logits have no name, so that a tile's are freed before the next one's are allocated.
-            tile_stats = reductions.statistics(
-                _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
-                targets[span] - tile_shard.start,
-                temperature[span],
-            )
+            # No variable refers to the logits, so they are freed before the next tile's are allocated.
+            if bucket_ids is None:
+                tile_stats = reductions.statistics(
+                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    targets[span] - tile_shard.start,
+                    temperature[span],
+                )
+            else:
+                tile_stats = _bucket_statistics(
+                    reductions,
+                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    targets[span] - tile_shard.start,
+                    temperature[span],
+                    bucket_ids[span] - tile_shard.start,
+                )
             stats_by_tile.append(tile_stats)
         stats_by_span.append(_merge(torch.stack(stats_by_tile)))
     return torch.cat(stats_by_span, dim=1)
@@ -326,9 +390,9 @@ class Reductions(NamedTuple):
     """Reductions of a tile of logits: `TORCH`, or the kernels of `log_probs_triton`."""
 
     statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Forward pass, see `tile_statistics`."""
+    """Function for the forward pass, see `tile_statistics`."""
     slope: Callable[..., Tensor]
-    """Backward pass, see `tile_slope`."""
+    """Function for the backward pass, see `tile_slope`."""
 
 
 def tile_statistics(
@@ -336,18 +400,19 @@ def tile_statistics(
     targets: Tensor,
     temperature: Tensor,
 ) -> Tensor:
-    """Reduce logits [n, rows] to [4, n], and overwrite them; allocates one more tensor of their size.
+    """Reduce logits [n, rows] of a tile to four softmax statistics per token, [4, n].
 
     The four are the largest logit ("peak"), the sum of exp(logit - peak), the sum of
-    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if it is in no column).
-    ``targets`` are columns, and ``temperature`` divides the logits first.
+    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if the target is not in the
+    tile). ``targets`` [n] are columns of the tile; ``temperature`` [n] divides the logits first. Overwrites
+    the logits and allocates one more tensor of their size.
     """
     logits.div_(temperature[:, None])
     peak = logits.amax(dim=-1)
     column, in_tile = _tile_columns(targets, logits.shape[1])
     target = logits.gather(1, column[:, None])[:, 0].masked_fill(~in_tile, _MASKED)
 
-    # In place: `shifted` reuses the memory of the logits, the weighted terms reuse that of the exponents.
+    # To save memory, `shifted` overwrites the logits and the weighted terms overwrite the exponents.
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -392,8 +457,94 @@ def tile_slope(
     return slope.div_(temperature[:, None]).to(dtype)
 
 
+def _bucket_statistics(
+    reductions: Reductions,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """Reduce a tile to the statistics of the columns outside ``ids`` [n, k] and the logits of ``ids``.
+
+    Returns [4 + k, n], see `statistics`, and overwrites the logits. Taking the columns out before the sum
+    is exact where a difference of sums would lose all digits: the other tokens of a confident model have
+    a probability below the rounding of 1.
+    """
+    bucket_logits, _, in_tile = _take_columns(logits, ids)
+    bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
+    return torch.cat((reductions.statistics(logits, targets, temperature), bucket_logits.t()))
+
+
+def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of the columns ``ids`` [n, k] and mask these columns in place.
+
+    Also returns the columns clamped to the tile, and whether each is in the tile.
+    """
+    columns, in_tile = _tile_columns(ids, logits.shape[1])
+    column_logits = logits.gather(1, columns)
+    # Adding the difference leaves the column that ids of other tiles are clamped to unchanged.
+    logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - column_logits, 0))
+    return column_logits, columns, in_tile
+
+
+def _bucket_slope(
+    reductions: Reductions,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    log_prob_gradient: Tensor,
+    entropy_gradient: Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+    buckets: BucketGradients,
+) -> Tensor:
+    """Compute the loss's gradient as `tile_slope`, also through the log-probs of buckets.
+
+    The log-prob of a single token's bucket has the gradient [token] - p, that of the last bucket, with
+    probability r, ``[other] p / r - p``. Overwrites the logits.
+    """
+    # The logits that have a term of their own, before they are masked or overwritten.
+    target_columns, target_in_tile = _tile_columns(targets[:, None], logits.shape[1])
+    target_logits = logits.gather(1, target_columns)
+    bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
+
+    # Every output subtracts the log normaliser, and so has -p times its gradient at all tokens.
+    token_gradients = buckets.gradients[:, :-1]
+    rest_gradient = buckets.gradients[:, -1]
+    total = log_prob_gradient + buckets.gradients.sum(dim=1)
+    inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
+    slope = reductions.slope(
+        logits,
+        torch.full_like(targets, -1),  # in no column: the target's term follows
+        temperature,
+        log_normaliser,
+        entropy,
+        total - rest_gradient * inverse_rest,
+        entropy_gradient,
+        cap,
+        log_normaliser.dtype,  # rounded once, after the terms below
+    )
+
+    # Terms of single tokens: the buckets' own, and the target's.
+    log_p = buckets.log_probs[:, :-1]
+    common = entropy_gradient[:, None] * (log_p + entropy[:, None]) + total[:, None]
+    bucket_slope = (token_gradients - common * log_p.exp()) * in_tile
+    target_slope = log_prob_gradient[:, None] * target_in_tile
+    if cap is not None:
+        bucket_slope = bucket_slope * (1 - (bucket_logits / cap).square()).clamp(min=0)
+        target_slope = target_slope * (1 - (target_logits / cap).square()).clamp(min=0)
+    slope.scatter_add_(1, columns, bucket_slope / temperature[:, None])
+    slope.scatter_add_(1, target_columns, target_slope / temperature[:, None])
+    return slope.to(dtype)
+
+
 def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each target's column clamped to a tile's ``columns``, and whether it is one of them."""
+    """Return each target's column, clamped to a tile of ``columns`` columns, and whether it is in the tile.
+
+    ``targets`` may have any shape.
+    """
     in_tile = (targets >= 0) & (targets < columns)
     return targets.clamp(0, columns - 1), in_tile
 
@@ -414,7 +565,7 @@ def triton_reductions() -> Reductions:
 def fitting_reductions(dtype: torch.dtype) -> Reductions:
     """Return the Triton kernels if they run and are correct on this machine, otherwise `TORCH`.
 
-    ``dtype`` is the model's. The kernels have no float64.
+    ``dtype`` is the model's; the kernels do not support float64.
     """
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -427,7 +578,7 @@ def fitting_reductions(dtype: torch.dtype) -> Reductions:
 def kernels_work(dtype: torch.dtype) -> bool:
     """Test both passes with the Triton kernels on this machine; warn and return False if they are wrong.
 
-    Tested once per process and dtype on a small problem, before training relies on it.
+    The test runs once per process and dtype, on a small problem.
     """
     try:
         value_error, gradient_errors = kernel_errors(dtype)
@@ -453,8 +604,8 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     Returns the largest difference of normaliser, log-prob and entropy, and the relative error of the weight's
     gradient by probability of the token: certain (p > 0.99), rare (p < 0.01) and other ones.
     """
-    # The 690 real rows of 700 fill no whole block of the kernels. States lean towards their target's row by
-    # growing factors, so that probabilities range from rare to certain.
+    # 690 of 700 rows are tokens, so the last block of the kernels is not full. Hidden states contain their
+    # target's row with growing factors, so that probabilities range from rare to certain.
     reductions = reductions or triton_reductions()
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, _SELF_TEST_ROWS, (_SELF_TEST_TOKENS,), generator=generator)
@@ -469,7 +620,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     labels = (targets.to(target_device), temperature.to(target_device))
     states = hidden.to(target_device, dtype)
     rows = weight.to(target_device, dtype)
-    results = _combine(statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
+    results = _combine(softmax_statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
     log_normaliser, _, entropy = results
 
     # The same from dense logits of the rounded inputs, in float64 on the host.
@@ -483,7 +634,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
         for actual, reference in zip(results, expected, strict=True)
     )
 
-    # One class at a time: the tiny gradients of certain tokens would vanish in a common norm.
+    # Compare one class at a time: the tiny gradients of certain tokens would vanish in a common norm.
     probability = log_probs.detach().exp()
     classes = {"certain": probability > 0.99, "rare": probability < 0.01}
     classes["other"] = ~(classes["certain"] | classes["rare"])
@@ -538,8 +689,8 @@ def _logits_and_slope(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the logits as `_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
 
-    The slope covers rules and cap together; None stands for 1, and is returned without rules:
-    the reductions then compute the slope of the cap from the logits themselves.
+    The slope covers rules and cap together; None stands for 1. Without rules it is always None, because the
+    reductions then compute the slope of the cap from the logits themselves.
     """
     logits = _product(hidden, weight.t())
     if shard.cap is not None:
@@ -573,7 +724,7 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
-    """Return the statistics of all shards, [ranks, 4, n]. Collective over ``group``."""
+    """Return a tensor of all shards, [ranks, ...], of equal shapes. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)
@@ -582,8 +733,11 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _merge(stats: Tensor) -> Tensor:
-    """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n]."""
-    peak, total, weighted, target = stats.unbind(dim=1)
+    """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n].
+
+    Logits of buckets may follow, [shards, 4 + k, n] and [4 + k, n].
+    """
+    peak, total, weighted = stats[:, :3].unbind(dim=1)
 
     # Rescale each shard's sums from its own largest logit to the largest of all, then add them.
     top = peak.amax(dim=0)
@@ -591,8 +745,8 @@ def _merge(stats: Tensor) -> Tensor:
     weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
     total = (total * scale).sum(dim=0)
 
-    # A target is in one shard; the others have `_MASKED` for it.
-    return torch.stack((top, total, weighted, target.amax(dim=0)))
+    # A target or bucket is in one shard; the others have `_MASKED` for it.
+    return torch.cat((torch.stack((top, total, weighted)), stats[:, 3:].amax(dim=0)))
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -607,6 +761,64 @@ def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top + log_sum, log_probs, entropy
 
 
+def _combine_buckets(
+    stats: Tensor,
+    targets: Tensor,
+    ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `_combine`, and the log-probs of the buckets [n, k + 1].
+
+    ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
+    ``ids`` [n, k]; the last bucket is that of all other tokens.
+    """
+    merged = _merge(stats)
+    other_stats = merged[:4]
+    bucket_logits = merged[4:].t()
+
+    # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
+    is_target = ids == targets[:, None]
+    position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    ones = torch.ones_like(bucket_logits[:, 0])
+    bucket_stats = tile_statistics(bucket_logits.clone(), position, ones)
+    log_normaliser, log_probs, entropy = _combine(torch.stack((other_stats, bucket_stats)))
+
+    log_others = other_stats[0] + other_stats[1].log()
+    log_masses = torch.cat((bucket_logits, log_others[:, None]), dim=1)
+    return log_normaliser, log_probs, entropy, log_masses - log_normaliser[:, None]
+
+
+def vocab_parallel_top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    top: TopTokens,
+    chunk: int = 1024,
+    support: Support | None = None,
+    rules: Sequence[RowRules] | None = None,
+) -> Tensor:
+    """Return the ids of the most likely tokens of each distribution, [n, top.tokens], most likely first.
+
+    Arguments as for `vocab_parallel_log_probs`; without a gradient. Collective over the tensor-parallel
+    group.
+    """
+    local_count = min(top.tokens, len(weight))
+    values = hidden.new_empty(
+        (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
+    ids = torch.empty((len(hidden), local_count), dtype=torch.long, device=hidden.device)
+    for begin in range(0, len(hidden), chunk):
+        span = slice(begin, begin + chunk)
+        logits = _logits(hidden[span], weight, shard, support, span, rules)
+        logits[:, max(top.vocabulary - shard.start, 0) :] = _MASKED
+        values[span], columns = logits.topk(local_count, dim=1)
+        ids[span] = columns + shard.start
+
+    # The most likely of all are among the most likely of each shard.
+    values = torch.cat(tuple(_gather(values, shard.group)), dim=1)
+    ids = torch.cat(tuple(_gather(ids, shard.group)), dim=1)
+    return ids.gather(1, values.topk(top.tokens, dim=1).indices)
+
+
 def vocab_parallel_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -617,8 +829,12 @@ def vocab_parallel_log_probs(
     reduce_hidden_gradient: bool = True,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
-) -> tuple[Tensor, Tensor]:
+    bucket_ids: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
+
+    With ``bucket_ids`` [n, k], distinct token ids or -1 for none, the log-probs of k + 1 buckets follow:
+    of each of these tokens, and of all other tokens together, [n, k + 1] float32.
 
     ``hidden`` [n, h] is the same on all ranks of the group, ``weight`` [V / tp, h] this rank's rows of the
     output projection, ``targets`` [n] token ids; ``temperature`` [n] divides the logits. Gradients of
@@ -630,12 +846,14 @@ def vocab_parallel_log_probs(
     precise = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
         # An empty result that depends on both inputs keeps the graph connected, so that the pipeline's
-        # backward pass runs on empty micro-batches too. Other context-parallel ranks' results are added to
-        # it: the dtype must be theirs.
+        # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
+        # ranks, so it must have their dtype.
         zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
-        return zero, zero
+        if bucket_ids is None:
+            return zero, zero
+        return zero, zero, zero[:, None].expand(0, bucket_ids.shape[1] + 1)
 
     temperature = temperature.to(precise)
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules
+        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules, bucket_ids
     )

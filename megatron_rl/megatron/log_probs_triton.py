@@ -1,8 +1,8 @@
 """Softmax statistics of logits, and the gradient with respect to them, each in one pass over memory.
 
-PyTorch's operations read and write a tile of logits eight times for the gradient alone. The products before
-and after stay with the library: on an H100 cuBLAS takes a quarter of the time of a product in Triton. This
-module imports Triton: only `log_probs` should import it, and only on a machine with an accelerator.
+PyTorch's operations read and write a tile of logits eight times for the gradient alone. The matrix products
+before and after are not computed here: on an H100 cuBLAS takes a quarter of the time of a product in Triton.
+This module imports Triton: only `log_probs` should import it, and only on a machine with an accelerator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 MASKED = -1e30
 """Logit of a token without a row in this shard: finite, so that probability * logit is 0 and not NaN."""
 BLOCK = 4096
-"""Largest number of logits of a token that a program has at once."""
+"""Largest number of logits of a token that a Triton program loads together."""
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _statistics(
     divisor = tl.load(temperature + token)
     token_logits = logits + token.to(tl.int64) * logits_stride
 
-    # An online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) that carries the entropy's sum along.
+    # An online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) that also sums the entropy's terms.
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -49,7 +49,7 @@ def _statistics(
         shifted = values - new_peak
         exponents = tl.where(row < rows, tl.exp(shifted), 0.0)
 
-        # Rescale the sums to the new peak, then add this block's. There is no peak before the first block.
+        # Rescale the sums to the new peak, then add this block's. Before the first block the peak is -inf.
         scale = tl.exp(peak - new_peak)
         weighted = tl.where(total > 0, (weighted + (peak - new_peak) * total) * scale, 0.0)
         weighted += tl.sum(exponents * shifted, axis=0)
@@ -111,7 +111,7 @@ def tile_statistics(
     targets: Tensor,
     temperature: Tensor,
 ) -> Tensor:
-    """Reduce logits [n, rows] float32 to [4, n] as `log_probs.tile_statistics` does; they stay unchanged."""
+    """Reduce logits [n, rows] float32 to [4, n] like `log_probs.tile_statistics`, without changing them."""
     tokens, rows = logits.shape
     stats = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
     kernel: Any = _statistics
@@ -152,5 +152,5 @@ def tile_slope(
 
 
 def _block(rows: int) -> int:
-    """Return the number of logits of a block: a power of two, as Triton's ranges are."""
+    """Return the number of logits per block, which must be a power of two for Triton's ranges."""
     return min(BLOCK, int(triton.next_power_of_2(rows)))

@@ -1,13 +1,13 @@
 """Rules that changed the logits before sampling, applied to tiles of the trainer's logits.
 
-A rule depends on the row and on the position in it, never on the weights, and a row's selected tokens follow
-one another. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed row by
-row, in place.
+A rule depends on the row and on the position in the row, never on the weights, and the selected tokens of a
+row are contiguous. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed
+row by row, in place.
 
-Definitions are vLLM's, in its order: a bias is added to the logits, `BANNED` to the logits of banned tokens;
-the repetition penalty divides the positive logits of earlier tokens, prompt included, and multiplies the
-others; frequency and presence penalty are subtracted from the logits of earlier tokens of the response.
-Temperature and filters follow.
+The definitions and their order are vLLM's. A bias is added to the logits, and `BANNED` to the logits of
+banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
+multiplies their negative logits. Frequency and presence penalties are subtracted from the logits of earlier
+tokens of the response. Temperature and filters are applied after these rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of one row, with the tokens that they count.
+    """Penalties of one row, with the row's tokens, whose occurrences they count.
 
     Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
     before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
@@ -52,7 +52,8 @@ class Penalties:
     ) -> None:
         """Change the logits [n, columns] of the selected tokens ``items`` of the row, in place.
 
-        ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
+        ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative
+        of the changed logits with respect to the original ones.
         """
         before = self.before[items]
         columns = self.tokens - start
@@ -70,13 +71,14 @@ class Penalties:
 
 
 def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-    """Count the tokens before each position by column: [n, V / tp] in the type of ``logits`` [n, V / tp].
+    """Count for each position how often each column's token occurs before it: [n, V / tp].
 
-    ``columns`` [m] are the tokens' columns, outside the range for tokens of other shards; ``before`` [n]
-    ascending is the number of tokens before each position.
+    ``columns`` [m] are the columns of the row's tokens, outside the range for tokens of other shards;
+    ``before`` [n] ascending is the number of tokens before each position. The result has shape and dtype of
+    ``logits`` [n, V / tp].
     """
-    # A token counts from the first position after it on. An extra row and an extra column collect tokens
-    # after the last position and tokens of other shards.
+    # A token is counted at all positions after it. An extra row and an extra column collect tokens after the
+    # last position and tokens of other shards.
     rows, width = logits.shape
     index = torch.arange(len(columns), device=columns.device)
     first = torch.searchsorted(before, index, right=True)
@@ -89,18 +91,18 @@ def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RepeatedNgrams:
-    """Tokens that would repeat an n-gram of one row, position by position.
+    """Tokens that would repeat an n-gram of one row, for each of its selected positions.
 
     Example, for a row with 2 selected tokens, where the second must not be token 7:
     ``RepeatedNgrams(items=[1], tokens=[7], offsets=[0, 0, 1])``.
     """
 
     items: Tensor
-    """[p] int64, ascending: index of the selected token that must not be the token beside it."""
+    """[p] int64, ascending: index of the selected token to which each entry of ``tokens`` is forbidden."""
     tokens: Tensor
-    """[p] int64 token ids; one may be there twice for a selected token."""
+    """[p] int64 ids of forbidden tokens; a selected token may have the same id several times."""
     offsets: numpy.ndarray
-    """[count + 1] index of each selected token's first pair, on the host: slicing reads no device."""
+    """[count + 1] index of each selected token's first entry, on the host: slicing reads no device memory."""
 
     def ban(self, logits: Tensor, items: slice, start: int) -> None:
         """Ban the tokens from the logits [n, columns] of the selected tokens ``items`` of the row, in place.
@@ -120,7 +122,7 @@ class RepeatedNgrams:
 
 
 def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
-    """Return the tokens that would repeat an n-gram of a row, n being ``size`` of 2 or more.
+    """Return the tokens that would repeat an n-gram of a row, where n is ``size``, at least 2.
 
     ``tokens`` [m] is the row, and ``index`` [count] the ascending positions of its selected tokens.
     """
@@ -130,29 +132,29 @@ def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
         no_pairs = torch.empty(0, dtype=torch.int64)
         return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
 
-    # Window w has the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get one number.
+    # Window w is the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get one number.
     windows = numpy.lib.stride_tricks.sliding_window_view(row[:-1], size - 1)
     _, numbers = numpy.unique(windows, axis=0, return_inverse=True)
 
-    # In the order of numbers, then of windows, the earlier windows equal to one are directly before it.
+    # Sorted by number, then by window, the earlier equal windows of a window come directly before it.
     order = numpy.argsort(numbers, kind="stable")
     ordered = numbers[order]
-    rank = numpy.arange(len(order)) - numpy.searchsorted(ordered, ordered)
-    place = numpy.empty_like(order)
-    place[order] = numpy.arange(len(order))
+    num_earlier = numpy.arange(len(order)) - numpy.searchsorted(ordered, ordered)
+    index_in_order = numpy.empty_like(order)
+    index_in_order[order] = numpy.arange(len(order))
 
-    # Pairs of a selected token's window and each earlier equal one, whose next token is banned.
+    # Pair the window before a selected token with each earlier equal window, whose next token is banned.
     selected_windows = positions - (size - 1)
     has_window = selected_windows >= 0
-    places = place[selected_windows[has_window]]
+    selected_indices = index_in_order[selected_windows[has_window]]
     counts = numpy.zeros(len(positions), numpy.int64)
-    counts[has_window] = rank[places]
+    counts[has_window] = num_earlier[selected_indices]
     offsets = numpy.concatenate(([0], counts.cumsum()))
 
     items = numpy.repeat(numpy.arange(len(positions)), counts)
-    first_places = numpy.zeros(len(positions), numpy.int64)
-    first_places[has_window] = places - rank[places]
-    earlier = order[first_places[items] + numpy.arange(offsets[-1]) - offsets[items]]
+    first_indices = numpy.zeros(len(positions), numpy.int64)
+    first_indices[has_window] = selected_indices - num_earlier[selected_indices]
+    earlier = order[first_indices[items] + numpy.arange(offsets[-1]) - offsets[items]]
     banned = row[earlier + size - 1].astype(numpy.int64)
     return RepeatedNgrams(torch.from_numpy(items), torch.from_numpy(banned), offsets)
 
@@ -170,7 +172,7 @@ class RowRules:
     count: int
     """Number of the row's selected tokens."""
     no_stop: int
-    """Number of these tokens, from the first on, that must not be a stop token."""
+    """Number of the first selected tokens that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
     bias: Tensor
@@ -178,9 +180,9 @@ class RowRules:
     stop_ids: Tensor
     """[s] int64 stop tokens, empty without a minimum length."""
     penalties: Penalties | None = None
-    """Penalties of earlier tokens, None without."""
+    """Penalties of earlier tokens, or None if the row has none."""
     ngrams: RepeatedNgrams | None = None
-    """Tokens that would repeat an n-gram, None where it may."""
+    """Tokens that would repeat an n-gram, or None if n-grams may be repeated."""
 
 
 def build_row_rules(
@@ -189,7 +191,7 @@ def build_row_rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of a micro-batch in host memory, None if none of its rows has any.
+    """Return the rules of a micro-batch in host memory, or None if no row has rules.
 
     ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
     [n] the ascending positions of the selected tokens among them.
@@ -212,7 +214,7 @@ def build_row_rules(
         if sampling not in tensors:
             tensors[sampling] = _rule_tensors(sampling)
 
-        # A token at the index i of its row has i - prompt_tokens tokens of the response before it.
+        # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
         end = int(ends[row])
         begin = end - int(lengths[row])
         index = selected[first : first + count] - begin
@@ -249,7 +251,7 @@ def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]
 
 
 def scales_logits(rules: Sequence[RowRules]) -> bool:
-    """Return whether the derivative of a rule is not 1: a repetition penalty is a factor of the logits."""
+    """Return whether any rule has a derivative other than 1: a repetition penalty multiplies logits."""
     return any(row.penalties is not None and row.penalties.repetition != 1 for row in rules)
 
 
@@ -262,7 +264,8 @@ def apply_rules(
 ) -> None:
     """Apply the rules to the logits [n, columns] of the selected tokens from ``begin`` on, in place.
 
-    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
+    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of
+    the changed logits with respect to the original ones.
     """
     for row in rules:
         first = max(row.first - begin, 0)
@@ -285,8 +288,8 @@ def apply_rules(
 
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
-    """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], without the columns of other shards."""
-    # Add 0 to columns of other shards: dropping them would read the number of the others from the device.
+    """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], except for columns of other shards."""
+    # Add 0 for columns of other shards: dropping them would read the number of the others from the device.
     is_here = (columns >= 0) & (columns < logits.shape[1])
     values = torch.where(is_here, bias, 0.0).to(logits.dtype)
     logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), values.expand(len(logits), -1))

@@ -5,8 +5,8 @@ ColumnParallelLinear: linear_qkv, linear_fc1), B is cut by rows and every rank h
 of W are cut (RowParallelLinear: linear_proj, linear_fc2), A is cut by columns and every rank has all of B.
 Ranks exchange only A x, which has ``rank`` features per token.
 
-A and B are imported, exported, cut and checkpointed by the rules of the layer's own weight: A has its
-columns, B its rows. Each routed expert has an A and a B of its own.
+A and B are imported, exported, sharded and checkpointed by the rules of the layer's own weight: A has the
+weight's columns, B the weight's rows. Each routed expert has its own A and B.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_paramet
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
-    by_name,
     global_name,
     import_parameters,
     shard_of,
     trace_import,
+    weights_by_name,
 )
 from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
@@ -52,16 +52,16 @@ from megatron_rl.weights.boxes import view_of
 class Adapter(nn.Module):
     """This rank's shard of A [kinds x rank, in] and B [out, rank] of one linear layer.
 
-    A layer of Megatron's may contain several tensors of the checkpoint ("kinds": query, key and value in
-    linear_qkv), each with its own A.
+    A layer of Megatron may combine several tensors of the checkpoint ("kinds": query, key and value in
+    linear_qkv). Each kind has its own A.
     """
 
     mask: Tensor
-    """[out, kinds], 1 where a row of B belongs to a kind."""
+    """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
     initial_A: Tensor | None
-    """A of the initial policy, which is the reference; None if that policy's adapters add zero."""
+    """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
     initial_B: Tensor | None
-    """B of the initial policy."""
+    """B of the initial policy, or None like ``initial_A``."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Adapter(nn.Module):
         self.state = "trained"
         """``trained`` or ``initial``: the values that `forward` uses."""
 
-        # Not persistent: checkpoints and PEFT files have A and B alone.
+        # Not persistent: checkpoints and PEFT files contain only A and B.
         self.register_buffer("mask", mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
     def cut_expert(self, columns: bool, group: Any) -> None:
         """Set how an expert's layer is sharded over its tensor-parallel group; mark the factors for Megatron.
 
-        Tensor-parallel ranks may hold different experts: the gradient norm must count a parameter on every
+        Tensor-parallel ranks may have different experts: the gradient norm must count a parameter on every
         rank (``tensor_model_parallel``), unless the rank is not the first of its expert's group (``shared``).
         """
         self.columns = columns
@@ -135,14 +135,14 @@ class Adapter(nn.Module):
         return self.B, self.A
 
     def partial_gradient(self) -> Tensor | None:
-        """Return the gradient to sum over an expert's tensor ranks, None if it is complete."""
+        """Return the gradient to sum over an expert's tensor-parallel ranks, or None if it is complete."""
         if not self.expert or self.group.size() == 1:
             return None
         _, replicated = self._shard_and_replicated()
         return getattr(replicated, "main_grad", None)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """Compute the adapter's addition to the layer's output; None for an initial adapter that adds zero.
+        """Compute the adapter's addition to the layer's output, or return None for an addition of zero.
 
         ``hidden`` [.., in] is the layer's input on this rank. Collective over the layer's group.
         """
@@ -161,8 +161,8 @@ class Adapter(nn.Module):
 
     def _drop(self, hidden: Tensor) -> Tensor:
         """Apply dropout to the adapter's input, or to this rank's shard of it."""
-        # Ranks with shards of the tokens or the features need different random numbers, ranks with the same
-        # inputs need the same ones.
+        # Ranks with different tokens or features need different random numbers, ranks with the same inputs
+        # need equal random numbers.
         separate_experts = self.expert and self.group.size() == 1
         if self.columns or self.sequence_parallel or separate_experts:
             with device.tensor_parallel_generator():
@@ -170,11 +170,14 @@ class Adapter(nn.Module):
         return functional.dropout(hidden, self.dropout)
 
     def _exchange(self, low_rank: Tensor) -> Tensor:
-        """Exchange A x as the layer exchanges its inputs or outputs. Collective over the layer's group."""
+        """Apply the tensor-parallel collective of the layer's input or output to A x.
+
+        Collective over the layer's group.
+        """
         if self.expert:
-            # The dispatcher sends all tokens of an expert to each of its ranks, and sums their outputs, W x
-            # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
-            # over them: see `partial_gradient`.
+            # The dispatcher sends all tokens of an expert to each of the expert's ranks, and sums the outputs
+            # of these ranks, both W x and B (A x). Each rank thus has a part of the replicated factor's
+            # gradient: see `partial_gradient`.
             return low_rank
 
         if self.columns and self.sequence_parallel:
@@ -206,10 +209,10 @@ def add_adapter_output(
     inputs: tuple[Any, ...],
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Add the adapter's output to its linear layer's; a forward hook of the layer.
+    """Add the adapter's output to the output of its linear layer; a forward hook of the layer.
 
-    A grouped layer of many experts has one adapter per expert, and its second input is the number of tokens
-    of each.
+    A grouped layer of many experts has one adapter per expert, and its second input is the list of the
+    experts' numbers of tokens.
     """
     adapter = getattr(linear, ADAPTER, None)
     if adapter is None:
@@ -237,7 +240,7 @@ def add_adapter_output(
         if change is not None:
             changes.append(change)
 
-    # Either all adapters are initial ones, which add zero and return None, or none of them is.
+    # All adapters have the same state, so either all of them or none of them returned None.
     if not changes:
         return output
     return result + torch.cat(changes), bias
@@ -274,9 +277,9 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has values by their PEFT names; an adapter without values there is new. A new adapter adds
-    zero: A is uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and
-    the tensors' names alone, not on the layout. Call before the model is wrapped.
+    ``initial`` has values by their PEFT names; adapters without values in it are initialised as new. A new
+    adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
+    on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
     """
     model.adapters = adapted(
         pretrained(model.hf_config),
@@ -324,7 +327,7 @@ def attach_adapters(
             linear.adapter = nn.ModuleList(
                 make_adapter(f"{name}.{number}", weight) for number, weight in enumerate(weights)
             )
-        # Before the layer's other hooks: Gemma's norm after the layer, for instance, must see the sum.
+        # Run before the layer's other hooks: Gemma's norm after the layer, for instance, applies to the sum.
         linear.register_forward_hook(add_adapter_output, prepend=True)
 
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
@@ -336,9 +339,9 @@ def attach_adapters(
 
 @torch.no_grad()
 def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
-    """Share the frozen weights of another model of the same checkpoint and layout.
+    """Make a model use the frozen weights of another model of the same checkpoint and layout.
 
-    Both models have adapters. The replaced weights are freed. Call before the model is wrapped.
+    Both models have adapters. The model's own frozen weights are freed. Call before it is wrapped in DDP.
     """
     for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
         frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
@@ -349,7 +352,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
 
 
 def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
-    """Return the weight of a scalar head, which is trained together with adapters; None without one."""
+    """Return the weight of a chunk's scalar head, which is trained with the adapters, or None without one."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
     return chunk.output_layer.weight
@@ -362,8 +365,8 @@ def start_adapters(
 ) -> None:
     """Initialise the adapters of a model from ``initial``, by their PEFT names, or with new values.
 
-    A tensor that ``initial`` does not have gets new values. With ``initial`` the values are also stored as
-    the initial policy's, the reference; without it the initial policy is the base alone.
+    Tensors that are not in ``initial`` get new values. With ``initial`` the values are also stored as those
+    of the initial policy, the reference; without it the initial policy is the base without adapters.
     """
     assert model.adapters is not None
     stored_names = set()
@@ -466,18 +469,18 @@ def _kind_mask(
 ) -> Tensor:
     """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
 
-    ``name`` is the adapter's name over the whole model, with ``{expert}`` for the number of an expert. To
-    compute the mask, tensors filled with the number of their kind are imported by the rules of the layer's
-    weight.
+    ``name`` is the adapter's name, with layers counted over the whole model and ``{expert}`` for the number
+    of an expert. To compute the mask, tensors filled with the number of their kind are imported by the rules
+    of the layer's weight.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
-    weights = by_name(model.adapters.weights(int(layer_number)))
+    weights = weights_by_name(model.adapters.weights(int(layer_number)))
     kind_names = [source.name for source in weights[f"{module}.A"].sources]
     shard = shard_of(model)
     first_expert = shard.expert * (model.adapters.shape.experts // shard.expert_size)
 
-    # Each checkpoint tensor of B, filled with the number of its kind.
+    # Fill a tensor in place of each checkpoint tensor of B with the number of its kind.
     numbered_tensors: dict[str, Tensor] = {}
     for source in weights[f"{module}.B"].sources:
         kind = kind_names.index(source.name.replace("lora_B", "lora_A"))
@@ -531,7 +534,7 @@ def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
-    """Sum the partial gradients of the factors that are replicated over an expert's tensor ranks.
+    """Sum the partial gradients of the factors that are replicated over an expert's tensor-parallel ranks.
 
     Collective over the experts' tensor-parallel group.
     """
@@ -549,7 +552,7 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
     if not gradients:
         return
 
-    # One collective for all: the gradients are small.
+    # Use one collective for all gradients, because they are small.
     total = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]), group)
     begin = 0
     for gradient in gradients:
@@ -596,7 +599,7 @@ def engine_adapters(model: Chunked) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
-    """Merge a model's adapters into its base, in place, and start new ones."""
+    """Merge a model's adapters into its base weights, in place, and initialise new adapters."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
         weight = weights[_adapted_weight(name)]
@@ -619,15 +622,16 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
-    """Treat a model as one without adapters inside the block, with merged copies of its weights.
+    """Replace a model's adapters by merged weights inside the block, so that it is a model without adapters.
 
-    A model without adapters is unchanged. Do not train inside the block.
+    The merged weights are copies, and the base is restored at the end. A model without adapters is unchanged.
+    Do not train inside the block.
     """
     if model is None:
         yield
         return
 
-    # The base weights stay in memory, and replace the merged copies at the end.
+    # The base weights stay in memory, to replace the merged copies at the end.
     description = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
     for name, adapter in _adapters(model):
@@ -662,7 +666,7 @@ def initial_policy(model: Chunked) -> Iterator[None]:
 def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     """Return a chunk's trainable tensors for Megatron's distributed checkpoint, loadable in any layout.
 
-    The experts of a layer are stacked into one tensor, each a row of it.
+    The experts of a layer are stacked into one tensor along its first dimension.
     """
     chunk_index = model.chunks.index(chunk)
     groups = model.groups
@@ -685,8 +689,8 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_row = _checkpoint_key(model, name)
 
-            # For a sharded factor the dimension that is cut, counted after the dimension of experts. For a
-            # replicated factor the rank's number among the replicas: Megatron saves number 0.
+            # A sharded factor has the dimension that is sharded, counted after the dimension of experts. A
+            # replicated factor has the rank's number among the replicas, of which Megatron saves number 0.
             is_replicated = adapter.columns == (factor == "B")
             tensor_cut: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())
@@ -711,7 +715,7 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
 
 
 def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-    """Return the checkpoint key of an adapter's parameter, and an expert's (dimension, row, rows) in it."""
+    """Return the checkpoint key of an adapter's parameter, and the (dimension, index, size) of its expert."""
     match = EXPERT.search(name)
     if match is None:
         return name, ()

@@ -1,7 +1,7 @@
 """Models of one role: this rank's chunks of a GPTModel, in the role's own process groups.
 
-A chunk returns hidden states and never logits: `ParallelModel.token_outputs` computes from them what losses
-need, in bounded memory.
+A chunk returns hidden states and never logits: `ParallelModel.token_outputs` computes log-probs and
+entropies, or values, from them in bounded memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.delta_net import PackedDeltaNet, place_delta_nets
+from megatron_rl.megatron.blocks import place_blocks
+from megatron_rl.megatron.blocks.builder import LayerOptions
 from megatron_rl.megatron.experts import Routing
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
+    attention_backend_of_process,
     block_spec,
-    decided_attention,
-    fit_latent_spec,
     output_layer_without_accumulation,
     require_transformer_engine,
 )
-from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.log_probs import (
+    Support,
+    TopTokens,
+    VocabularyShard,
+    vocab_parallel_log_probs,
+    vocab_parallel_top_tokens,
+)
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
@@ -49,7 +55,7 @@ from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
 class Chunked(Protocol):
-    """Any Megatron model: bare GPTModel chunks and the transformers config."""
+    """Interface of a Megatron model: its bare GPTModel chunks and its transformers config."""
 
     @property
     def chunks(self) -> Sequence[Any]: ...
@@ -81,7 +87,8 @@ def is_expert_parameter(name: str) -> bool:
 class ParallelModel:
     """This rank's chunks of a model, one per virtual pipeline stage.
 
-    Raises UserError if context parallelism would cut the rows that a user's own attention gets.
+    The constructor raises UserError for context parallelism with a provider's own attention, which needs
+    complete rows.
     """
 
     chunks: list[GPTModel]
@@ -91,18 +98,18 @@ class ParallelModel:
     spec: ModelSpec
     uses_transformer_engine: bool
     routing: Routing | None = None
-    """Recorder of expert routing, None if routing is neither recorded nor replayed."""
+    """Recorder of expert routing, or None if routing is neither recorded nor replayed."""
     adapters: AdaptedModel | None = None
-    """Description of the low-rank adapters, None for a model without them."""
+    """Description of the low-rank adapters, or None for a model without them."""
     provider: Provider | None = None
-    """The user's function that built the chunks, None if `build_model` did."""
+    """The user's function that built the chunks, or None if `build_model` built them."""
     takes_rows: bool = field(init=False)
-    """Whether attention takes `PackedRows`; a user's own, among Transformer Engine's layers, takes Megatron's
-    row boundaries (THD)."""
+    """Whether attention takes `PackedRows`. A provider's own attention between layers of Transformer Engine
+    takes Megatron's row boundaries (THD) instead."""
     takes_boundaries: bool = field(init=False)
-    """Whether no attention needs rows gathered by length."""
-    has_delta_nets: bool = field(init=False)
-    """Whether linear-attention layers need rows gathered by length."""
+    """Whether all attention takes row boundaries, so that none needs rows gathered by length."""
+    gathers_rows: bool = field(init=False)
+    """Whether layers besides attention need rows gathered by length."""
 
     def __post_init__(self) -> None:
         row_cores: list[RowAttention] = []
@@ -116,16 +123,16 @@ class ParallelModel:
                 else:
                     foreign_cores.append(module)
 
-        # Plain layers without a `RowAttention` take rows in the most general form.
+        # Plain layers without a `RowAttention` get rows in the most general form, gathered by length.
         self.takes_boundaries = all(core.takes_boundaries for core in row_cores)
         if not self.uses_transformer_engine and (foreign_cores or not row_cores):
             self.takes_boundaries = False
 
-        # Delta nets gather rows by length, beside attention that may take their boundaries.
+        # Some mixers need rows gathered by length, even if the attention layers take boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
-        self.has_delta_nets = any(isinstance(module, PackedDeltaNet) for module in modules)
+        self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
 
-        # Context parallelism exchanges rows in `RowAttention` alone.
+        # Only `RowAttention` exchanges tokens between context-parallel ranks.
         self.takes_rows = not (self.uses_transformer_engine and foreign_cores)
         if not self.takes_rows and self.groups.layout.context > 1:
             raise UserError(
@@ -138,7 +145,10 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Prepare the process for calls of Megatron inside the block: the device, and a provider's groups."""
+        """Set up the process for calls of Megatron inside the block.
+
+        This sets the device mode and, for a model with a provider, Megatron's global groups.
+        """
         groups: AbstractContextManager[None] = nullcontext()
         if self.provider is not None:
             groups = self.provider.scope(self.groups)
@@ -166,7 +176,7 @@ class ParallelModel:
         """End training: remove DDP wrappers and gradient buffers; the weights remain in place."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
-                # The hook would gather the weights of a distributed optimizer that is gone.
+                # The hook would gather the weights of a distributed optimizer that no longer exists.
                 wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
 
         self.wrapped = list(self.chunks)
@@ -204,10 +214,10 @@ class ParallelModel:
 
     @property
     def token_multiple(self) -> int:
-        """Return the number that divides the tokens of every micro-batch.
+        """Return the number that must divide the padded number of tokens of every micro-batch.
 
-        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits need a
-        multiple of 16 or 32 rows in each.
+        Context and sequence parallelism divide the tokens into equal shards. Matrix products in 8 or 4 bits
+        need a multiple of 16 or 32 tokens in each shard.
         """
         config = self.transformer_config
         layout = self.groups.layout
@@ -219,7 +229,10 @@ class ParallelModel:
         return multiple
 
     def local_tokens(self, count: int) -> slice:
-        """Return the slice of a micro-batch's ``count`` tokens, padding included, in this rank's layers."""
+        """Return this rank's shard of a micro-batch's ``count`` tokens, padding included, as a slice.
+
+        Context parallelism and sequence parallelism divide the tokens over ranks.
+        """
         layout = self.groups.layout
         coordinates = self.groups.coordinates
         shards = layout.context
@@ -238,8 +251,8 @@ class ParallelModel:
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
         context = (self.groups.coordinates.context, self.groups.layout.context)
-        if self.has_delta_nets:
-            # Both forms: delta nets take rows gathered by length, attention may take boundaries.
+        if self.gathers_rows:
+            # Both forms: some mixers take rows gathered by length, attention may take boundaries.
             rows = pack_rows(lengths, *context)
             return replace(rows, boundaries=pack_for_transformer_engine(lengths))
         if self.takes_boundaries:
@@ -255,21 +268,27 @@ class ParallelModel:
         temperature: Tensor,
         support: Support | None = None,
         rules: Sequence[RowRules] | None = None,
+        buckets: Tensor | TopTokens | None = None,
+        squared_probs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
-        [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over, ``rules`` the changes of logits before sampling. Collective over the
-        tensor-parallel group.
+        [n] are the positions of the hidden states from which outputs are computed, ``support`` the tokens
+        that each distribution ranges over, ``rules`` the changes of logits before sampling. With ``buckets``
+        [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and of all others
+        together; with `TopTokens` it selects the k most likely tokens, and returns their ids too. With
+        ``squared_probs`` it returns the sum of the squared probabilities [n] after the entropy. Collective
+        over the tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
-            # The vocabulary is sharded over the ranks, so each has a partial gradient of the states to sum.
-            # The scalar head is not: gradients are equal on all ranks, and a sum would count them tp times.
+            # The vocabulary is sharded over the ranks, so each rank computes a partial gradient of the hidden
+            # states, and these are summed. A scalar head is not sharded: its gradients are equal on all
+            # ranks, and a sum would count them tp times.
             states = gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
             )
@@ -287,18 +306,47 @@ class ParallelModel:
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
-        return vocab_parallel_log_probs(
-            states[index],
+        # Fewer tokens at a time would make the products too small for the device.
+        tile_tokens = max(64, LOGITS_ELEMENTS // len(weight))
+        states = states[index]
+
+        if isinstance(buckets, TopTokens):
+            bucket_ids = vocab_parallel_top_tokens(
+                states, weight, shard, buckets, tile_tokens, support, rules
+            )
+        else:
+            bucket_ids = buckets
+        outputs = vocab_parallel_log_probs(
+            states,
             weight,
             targets,
             temperature,
             shard,
-            # Fewer tokens at a time would make the products too small for the device.
-            chunk=max(64, LOGITS_ELEMENTS // len(weight)),
+            chunk=tile_tokens,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
+            bucket_ids=bucket_ids,
         )
+        if squared_probs:
+            # At half the temperature, probabilities q are the squares of the others, normalised:
+            # log q = 2 log p - log sum p^2.
+            sharp_log_probs, _ = vocab_parallel_log_probs(
+                states,
+                weight,
+                targets,
+                temperature / 2,
+                shard,
+                chunk=tile_tokens,
+                support=support,
+                rules=rules,
+            )
+            log_probs, entropy, *bucket_outputs = outputs
+            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *bucket_outputs)
+        if isinstance(buckets, TopTokens):
+            assert bucket_ids is not None
+            return (*outputs, bucket_ids)
+        return outputs
 
 
 def build_model(
@@ -318,11 +366,11 @@ def build_model(
 ) -> ParallelModel:
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
-    ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
-    ``lm``, or ``value`` for a scalar head in place of the output layer. A ``provider`` builds the chunks
-    itself, and their TransformerConfig becomes the model's. ``replays_routing`` if recorded choices of
-    experts may be replayed, ``adapted`` if the model gets low-rank adapters: on an accelerator other defaults
-    depend on both. Call on the ranks of ``groups`` alone.
+    ``attention`` is ``transformer_engine``, ``torch``, or None for Transformer Engine if it is installed and
+    torch otherwise. ``head`` is ``lm``, or ``value`` for a scalar head in place of the output layer. A
+    ``provider`` builds the chunks itself, and their TransformerConfig becomes the model's. On an accelerator
+    defaults depend on ``replays_routing``, whether recorded choices of experts may be replayed, and on
+    ``adapted``, whether the model gets low-rank adapters. Call only on the ranks of ``groups``.
     """
     layout = groups.layout
     if head == "value":
@@ -331,7 +379,7 @@ def build_model(
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
 
-    # Defaults of an accelerator, beneath the user's overrides.
+    # Defaults of an accelerator; the user's overrides win.
     role = AcceleratedRole(
         shape,
         layout,
@@ -345,7 +393,7 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**decided_attention(), **(overrides or {})}
+        explicit = {**attention_backend_of_process(), **(overrides or {})}
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)
@@ -367,10 +415,10 @@ def build_model(
     if fused:
         require_transformer_engine()
     if provider is not None:
-        provider = provider.of(spec)
+        provider = provider.with_spec(spec)
     provider_config = copy(spec.transformer_config)
 
-    # Weights are random until a checkpoint is loaded; the seed makes equal ranks start equal.
+    # Weights are random until a checkpoint is loaded; with the same seed replicas start with equal weights.
     chunks = []
     with device.megatron_mode(), output_layer_without_accumulation(fused and provider is None):
         device.seed_tensor_parallel(seed, groups.coordinates.tensor)
@@ -439,13 +487,10 @@ def _build_chunk(
         core_attention,
     )
 
-    # Replace the attention of families that Megatron's own specs do not cover.
-    if config.multi_latent_attention:
-        for layer in layers.layer_specs:
-            fit_latent_spec(layer, groups.tensor)
-    if config.linear_attention_freq is not None:
-        first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
-        place_delta_nets(layers.layer_specs, config, first, fused)
+    # Replace the modules of blocks that Megatron's own specs do not cover.
+    first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
+    options = LayerOptions(config, groups.tensor, fused)
+    place_blocks(layers.layer_specs, spec.model.shape, first, options)
 
     chunk: Any = GPTModel(
         config=config,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer import transformer_config as config_classes
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -18,20 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron.experts import prepare_biased_experts, prepare_experts
-from megatron_rl.megatron.layers import (
-    allow_shared_heads,
-    allow_without_transformer_engine,
-    bind_tensor_group,
-    both_frequencies,
-    cap_scores,
-    prepare_latent_attention,
-    prepare_local_rotation,
-    scale_embeddings,
-    scale_queries,
-    set_rotary_factor,
-)
-from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
+from megatron_rl.megatron.blocks import finish_blocks, prepare_blocks
+from megatron_rl.megatron.features import FEATURES
+from megatron_rl.megatron.layers import both_frequencies, set_rotary_factor
+from megatron_rl.megatron.norms import prepare_post_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
@@ -53,10 +44,11 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    A multimodal checkpoint has the config of its language model; a ``model_type`` without a class in
-    transformers has its family's. Models are built, and written, in the dtype that their weights are read as.
-    ``of_engine`` returns that of the model that engines build (`engine_config`). Raises UserError if
-    transformers rejects the config.
+    For a multimodal checkpoint this is the config of its language model; for a ``model_type`` without a class
+    in transformers it is a config of the family's class. Quantisation is left out because models are built,
+    and exported, in the dtype to which their weights are dequantised on loading. With ``of_engine`` it is the
+    config of the model that engines build (`engine_config`). Raises UserError if transformers rejects the
+    config.
     """
     values = read_json(Path(path) / "config.json")
 
@@ -95,7 +87,7 @@ def with_scalar_head(hf_config: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Arguments of GPTModel, apart from the layer spec and the pipeline stage."""
+    """Arguments of GPTModel, except for the layer spec and the pipeline stage."""
 
     transformer_config: TransformerConfig
     set_fields: frozenset[str]
@@ -103,13 +95,14 @@ class ModelSpec:
     gpt_kwargs: Mapping[str, Any]
     """Further keyword arguments of GPTModel."""
     model: PretrainedModel
-    """The model by the table of families."""
+    """Description of the model from the table of model families."""
     hf_config: Any
     """The model's transformers config."""
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32, of RoPE; for two kinds of attention as `both_frequencies` returns them."""
+    """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
+    frequencies, the result of `both_frequencies`, [rotary_dim]."""
     local_rotary_factor: float
-    """Factor of cos and sin in layers with a sliding window, where these have rotary angles of their own."""
+    """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 
     @property
     def shares_heads(self) -> bool:
@@ -120,38 +113,17 @@ class ModelSpec:
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups, where it would use global ones; biases of experts; and norms,
-        angles and bounds that Megatron's layers do not have.
+        These are the parts of its blocks, norms after them, the features of the family, and the checkpoint's
+        exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
         """
         shape = self.model.shape
-        if shape.expert_bias:
-            prepare_biased_experts(chunk)
-        if shape.mla:
-            prepare_latent_attention(chunk, self.inverse_frequencies)
-            return
-
-        if self.shares_heads:
-            for layer in chunk.decoder.layers:
-                bind_tensor_group(layer.self_attention)
-
-        if shape.whole_qk_norm:
-            prepare_whole_norms(chunk)
+        finish_blocks(chunk, self)
         if shape.post_norms:
             prepare_post_norms(chunk, shape.pre_norms)
-        if self.model.family.scaled_embedding:
-            scale_embeddings(chunk)
-        if self.model.family.scaled_queries:
-            parameters = rope_parameters(self.model.config)
-            beta = parameters["llama_4_scaling_beta"]
-            scale_queries(chunk, beta, parameters["original_max_position_embeddings"])
-        cap = self.model.config.get("attn_logit_softcapping")
-        if cap is not None:
-            cap_scores(chunk, cap)
-        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
-        if "full_attention" in self.hf_config.rope_parameters:
-            prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
+        for name in self.model.family.features:
+            FEATURES[name](chunk, self)
 
+        # Latent attention has its angles inside of each layer.
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -164,7 +136,7 @@ def model_spec(
     overrides: Mapping[str, Any] | None = None,
     fused: bool = False,
 ) -> ModelSpec:
-    """Translate a transformers config for a layout.
+    """Translate a transformers config and a layout to the arguments of GPTModel.
 
     ``overrides`` are TransformerConfig fields that replace the derived ones. With ``fused`` the layers are
     Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
@@ -175,19 +147,10 @@ def model_spec(
     for error in trainer_problems(shape, layout, overrides):
         raise error
 
-    # Adjust Megatron's modules to the features of this model.
-    if shape.experts:
-        prepare_experts()
-    if shape.mla:
-        allow_without_transformer_engine()
-    elif shape.kv_heads < layout.tensor:
-        allow_shared_heads()
-
+    prepare_blocks(shape, layout)
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
-    config_class: type[TransformerConfig] = TransformerConfig
-    if shape.mla:
-        config_class = MLATransformerConfig
+    config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
         warnings.simplefilter("ignore")
@@ -200,7 +163,7 @@ def model_spec(
                 got=str(error),
             ) from error
 
-    frequencies, magnitude = rotation(hf_config)
+    frequencies, magnitude = rotary_frequencies(hf_config)
     if magnitude != 1.0:
         set_rotary_factor(transformer_config, magnitude)
     local_magnitude = magnitude
@@ -226,11 +189,11 @@ def model_spec(
     )
 
 
-def rotation(hf_config: Any) -> tuple[Tensor, float]:
+def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim], and the
-    factor of full attention.
+    If local attention has separate frequencies, the result is [head_dim], with the local frequencies first,
+    and the factor of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
@@ -254,7 +217,7 @@ def _frequencies(
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
-    # transformers computes the scaled kinds, for a kind of attention if the config has several.
+    # transformers computes scaled frequencies, for one type of layer if the config distinguishes them.
     layer = {}
     if layer_type is not None:
         layer = {"layer_type": layer_type}
@@ -262,7 +225,7 @@ def _frequencies(
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's TransformerConfig fields; raise UserError for an unknown or a derived field."""
+    """Return the user's TransformerConfig fields; raise UserError for an unknown field or a derived one."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED_FIELDS:

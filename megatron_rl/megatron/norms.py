@@ -1,11 +1,12 @@
 """Norms that Megatron's layer specs do not have: after attention and MLP, and over all heads of attention.
 
-A norm over all heads needs one number per token from every tensor-parallel rank, the sum of squares of its
-heads. Everything else about it is local.
+A norm over all heads needs one number per token from every tensor-parallel rank: the sum of squares of the
+rank's heads. All other computation is local.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class AllHeadsNorm(nn.Module):
     ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
     heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
     the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
-    completes gradients that each rank computes for its own heads alone.
+    completes gradients that each rank computes only for its own heads.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class AllHeadsNorm(nn.Module):
         heads = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         squares = heads.square().sum(dim=(-2, -1), keepdim=True)
         if self.group.size() > 1:
-            # Summed over ranks in the backward pass too: the outputs of each rank depend on the sum.
+            # Sum over ranks in the backward pass too: the outputs of each rank depend on the sum.
             squares = mappings.reduce_from_tensor_model_parallel_region(squares, self.group)
             squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group) / self.copies
 
@@ -63,12 +64,12 @@ class AllHeadsNorm(nn.Module):
         return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
 
 
-def prepare_whole_norms(chunk: Any) -> None:
-    """Replace the norms of queries and keys of a GPTModel chunk by norms over all heads.
+def replace_query_key_norms(layers: Iterable[Any]) -> None:
+    """Replace the norms of queries and keys in ``layers`` by norms over all heads.
 
     Source: Team OLMo, arXiv 2501.00656, section 3.1.
     """
-    for layer in chunk.decoder.layers:
+    for layer in layers:
         attention = layer.self_attention
         config = attention.config
         group = attention.pg_collection.tp
@@ -80,8 +81,9 @@ def prepare_whole_norms(chunk: Any) -> None:
 def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
     """Add a norm after each output projection of a GPTModel chunk of Megatron's plain layers.
 
-    It is the projection's ``post_layernorm``. Without ``pre_norms`` the norms before attention and MLP are
-    removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
+    The norm becomes the attribute ``post_layernorm`` of the projection. Without ``pre_norms`` the norms
+    before attention and MLP are removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656,
+    section 3.1.
     """
     config = chunk.config
     for layer in chunk.decoder.layers:

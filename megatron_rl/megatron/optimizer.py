@@ -28,7 +28,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.accelerator import DDP, AcceleratedRole, accelerator_defaults
 
 
-def wrap(
+def wrap_in_ddp(
     model: ParallelModel,
     distributed: bool,
     ddp: Mapping[str, Any] | None = None,
@@ -41,8 +41,8 @@ def wrap(
     """
     values: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
 
-    # Overlap of both: Megatron gathers weights in the forward pass only if gradients are reduced during the
-    # backward pass. A host has nothing to overlap.
+    # Overlap the gather of weights only together with the reduction of gradients: Megatron gathers weights in
+    # the forward pass only if gradients are reduced during the backward pass. A host has nothing to overlap.
     overlaps_gather = distributed and values.get("overlap_grad_reduce", not device.on_host())
     if not device.on_host():
         role = AcceleratedRole(
@@ -59,9 +59,9 @@ def wrap(
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
-                # Megatron-Core 0.16.1 marks experts so only under expert parallelism. Without the mark they
-                # are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
-                # ranks that, with expert_tensor 1, each route a part of the tokens to whole experts.
+                # Megatron-Core 0.16.1 sets this mark of experts only under expert parallelism. Without it,
+                # they are reduced as dense weights: over data-parallel ranks, but not over tensor-parallel
+                # ranks, each of which routes a part of the tokens to complete experts if expert_tensor is 1.
                 setattr(parameter, "allreduce", False)
 
     with model.scope():
@@ -118,7 +118,7 @@ class Optimizer:
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
-        with model.scope(), _gathering_over(model.groups.all), _on_the_host(settings):
+        with model.scope(), _default_group(model.groups.all), _on_the_host(settings):
             self.megatron: Any = get_megatron_optimizer(
                 settings,
                 _chunks(model),
@@ -153,7 +153,7 @@ class Optimizer:
         )
 
     @classmethod
-    def adopted(
+    def from_script(
         cls,
         model: ParallelModel,
         megatron: Any,
@@ -170,7 +170,7 @@ class Optimizer:
 
     @property
     def parts(self) -> list[Any]:
-        """Return Megatron's optimizers inside this one, without empty ones."""
+        """Return the Megatron optimizers inside this one, except for empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
@@ -181,19 +181,19 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def reload_parameters(self) -> None:
-        """Copy the model's weights to the optimizer's main weights, after something else wrote them."""
+        """Copy the model's weights to the optimizer's main weights, after other code has written them."""
         with torch.no_grad():  # shards may be views of weights that have been written since
             self.megatron.reload_model_params()
 
     def step(self, has_next: bool = False) -> Metrics:
         """Clip gradients, update the weights and advance the learning rate.
 
-        With ``has_next`` the weights are next read by the forward pass of another optimizer step, which
-        gathers them itself where overlap_param_gather is set. Raises FloatingPointError for gradients that
-        are not finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the
-        model's ranks.
+        ``has_next``: whether the weights are next read by the forward pass of another optimizer step, which
+        gathers them itself if overlap_param_gather is set. Raises FloatingPointError for gradients that are
+        not finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's
+        ranks.
         """
-        # The rate of this step: the scheduler sets the next one at the end.
+        # Read the rate of this step before the scheduler sets the next one.
         learning_rate = self.learning_rate
         with self.model.scope():
             outcome: Any = self.megatron.step()
@@ -204,7 +204,7 @@ class Optimizer:
                     if wrapped.use_forward_hook:
                         wrapped.start_param_sync(force_sync=True)
 
-        # Refuse to continue rather than to skip the step: the weights may already be wrong.
+        # Raise rather than skip the step: the weights may already be wrong.
         successful, norm, _ = outcome
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
@@ -224,11 +224,11 @@ class Optimizer:
 
 
 @contextmanager
-def _gathering_over(group: Any) -> Iterator[None]:
-    """Restrict collectives without a group to a role's ranks inside the block.
+def _default_group(group: Any) -> Iterator[None]:
+    """Make collectives without a group use the role's group, instead of the world, inside the block.
 
-    Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer; ranks of other
-    roles would not take part, and the job would hang.
+    Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer. The ranks of
+    other roles would not take part, and the job would hang.
     """
     gather = dist.all_gather_object
     size = dist.get_world_size
@@ -257,7 +257,7 @@ def _no_initial_state(*_: Any) -> None:
 
 
 def _chunks(model: ParallelModel) -> Any:
-    """Return the wrapped chunks, whose Megatron types the model does not declare."""
+    """Return the wrapped chunks as Any: the model does not declare the methods of Megatron's DDP."""
     return model.wrapped
 
 
@@ -267,8 +267,8 @@ def _chunks(model: ParallelModel) -> Any:
 class HostOptimizer(HybridDeviceOptimizer):
     """HybridDeviceOptimizer with a float32 host copy of every parameter, of any dtype and on any device.
 
-    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place: it then
-    neither restores them from a checkpoint nor reloads them after something else wrote the weights.
+    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place. It then
+    neither restores them from a checkpoint nor reloads them after other code has written the weights.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -303,7 +303,7 @@ class HostOptimizer(HybridDeviceOptimizer):
         parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
         return groups, [], copies, parameters_by_copy, dict(copies)
 
-    def settle(self) -> None:
+    def copy_restored_state(self) -> None:
         """Copy the state that a checkpoint has just restored to the optimizers of host and device."""
         self._sync_hdo_state_to_sub_optimizers()
         self._sync_sub_optimizers_state_to_hdo()
@@ -314,18 +314,18 @@ def set_states(
     parameter: Any,
     states: Mapping[str, Tensor],
 ) -> None:
-    """Set the optimizer states ``states`` of a parameter's shard, by name; its other states stay.
+    """Set optimizer states of a parameter's shard by name; its other states are unchanged.
 
     ``sub_optimizer`` is one of Megatron's distributed optimizers.
     """
     current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):
-        # Copied: Megatron would keep the tensors, which may be slices of larger ones.
+        # Copy the values: Megatron would store the tensors themselves, which may be slices of larger tensors.
         for name, value in states.items():
             current[name].copy_(value)
         return
 
-    # The class's method, because a restore replaces the instance's.
+    # Call the class's method, because a restore replaces the instance's.
     device_states = {name: value.to(current[name].device) for name, value in states.items()}
     type(sub_optimizer)._set_main_param_and_optimizer_states(
         sub_optimizer, parameter, {**current, **device_states}
@@ -343,14 +343,15 @@ class _UnshardedParameters(HostOptimizer):
 def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
 
-    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept only leaf tensors.
+    Autograd is disabled: shards of float32 weights are views, and PyTorch's optimizers accept only leaf
+    tensors.
     """
     if not settings.optimizer_cpu_offload:
         yield
         return
 
-    # The values that Megatron derives for its precision-aware optimizer, which has no master weights on the
-    # device. Megatron's derivation requires Transformer Engine, whose optimizer is not used here.
+    # Set the values that Megatron derives for its precision-aware optimizer, which has no master weights on
+    # the device. The derivation itself requires Transformer Engine, whose optimizer is not used here.
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False

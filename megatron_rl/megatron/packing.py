@@ -1,6 +1,6 @@
 """Partition rows over data-parallel ranks and pack them into micro-batches.
 
-Pure functions of the rows' lengths: every rank computes the same partition, so none is sent.
+Pure functions of the rows' lengths: every rank computes the same partition, so that it need not be sent.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-SEARCHED = 64
+MAX_SEARCHED_ROWS = 64
 """Largest number of rows for which a tighter packing is searched. With more rows, one micro-batch too many is
 a small fraction of the work."""
 LENGTH_MULTIPLE = 8
-"""Attention kernels get a multiple of this as the bound of the longest row."""
-STEPS = 20_000
-"""Largest number of placements that a search tries, a few hundredths of a second."""
+"""Attention kernels get the length of the longest row, rounded up to a multiple of this."""
+MAX_PLACEMENTS = 20_000
+"""Largest number of placements that a search tries, which takes a few hundredths of a second."""
 
 
-def balance(work: Sequence[float], bins: int) -> list[list[int]]:
-    """Distribute items over ``bins`` with close sums of work, the largest item first to the least loaded.
+def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
+    """Distribute items over ``bins`` so that the sums of work are close; return the items of each bin.
 
-    Equal inputs give equal outputs; items keep their order inside a bin. Longest-processing-time rule
-    (Graham 1969): the largest sum is at most 4/3 of the best possible.
+    Longest-processing-time rule (Graham 1969): the largest remaining item goes to the least loaded bin. The
+    largest sum is at most 4/3 of the best possible. Equal inputs give equal outputs; items keep their order
+    inside a bin.
     """
-    # Equal loads are ordered by the bin's index, equal works by the item's: every rank gets the same result.
+    # Ties are broken by the index of bin and item, so that every rank gets the same result.
     loads = [(0.0, index) for index in range(bins)]
     heapq.heapify(loads)
 
@@ -43,14 +44,14 @@ def balance(work: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def row_work(lengths: Sequence[int], tokens_per_quadratic: float) -> list[float]:
-    """Return each row's work in token units: linear layers plus causal attention.
+    """Return each row's work, linear layers plus causal attention, in units of one token's linear layers.
 
-    ``tokens_per_quadratic`` is the length at which attention costs as much as everything else.
+    ``tokens_per_quadratic`` is the row length at which attention costs as much as the linear layers.
     """
     return [length * (1.0 + length / tokens_per_quadratic) for length in lengths]
 
 
-def partition(
+def partition_rows(
     lengths: Sequence[int],
     data_parallel: int,
     tokens_per_microbatch: int,
@@ -59,17 +60,17 @@ def partition(
 ) -> list[list[list[int]]]:
     """Return the rows of each micro-batch of each data-parallel rank; every rank gets equally many.
 
-    Rows are first distributed over ranks by `row_work`. The number of micro-batches is the smallest
-    multiple of ``multiple`` at which every rank stays within ``tokens_per_microbatch``; a longer row gets a
-    micro-batch of its own. If the ranks' shares need more micro-batches than all rows packed together, the
+    Rows are first distributed over ranks by `row_work`. The number of micro-batches per rank is the smallest
+    multiple of ``multiple`` with which no micro-batch exceeds ``tokens_per_microbatch``; a longer row is
+    alone in its micro-batch. If the ranks' shares need more micro-batches than all rows packed together, the
     packed micro-batches are distributed instead. With few rows some micro-batches are empty.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
     least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
     count = -(-max(1, least_count) // multiple) * multiple
 
-    # Balance rows over ranks, then pack each rank's share on its own.
-    shares = balance(row_work(lengths, tokens_per_quadratic), data_parallel)
+    # Balance rows over ranks, then pack each rank's share separately.
+    shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []
     for share in shares:
         bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
@@ -92,9 +93,9 @@ def _pack_all_rows(
     count: int,
     tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
-    """Pack all rows into ``ranks * count`` micro-batches and balance these by work, ``count`` to a rank."""
+    """Pack all rows into ``ranks * count`` micro-batches; balance the work of ``count`` of them per rank."""
     bins = _fit(lengths, budget, ranks * count)
-    assert bins is not None, "the rows fit into so many micro-batches"
+    assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
     work = row_work(lengths, tokens_per_quadratic)
     loads = [sum(work[row] for row in rows) for rows in bins]
@@ -119,8 +120,8 @@ def _fit(
 
     Returns None if neither fits. A row over the budget fits if it is alone in its bin.
     """
-    # Balanced bins are preferred: micro-batches of equal size leave no pipeline stage waiting.
-    balanced = balance([float(length) for length in lengths], count)
+    # Prefer balanced bins: with micro-batches of equal size no pipeline stage waits for another.
+    balanced = balance_work([float(length) for length in lengths], count)
     if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
         return balanced
 
@@ -134,9 +135,9 @@ def _fit(
 def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into few bins of ``budget``; an item over the budget gets its own bin.
 
-    Best fit decreasing (Johnson 1974: at most 11/9 of the fewest, plus 1). Where that misses the lower bound
-    of `fewest_bins`, up to `SEARCHED` items are searched for a tighter packing, exhaustively up to `STEPS`
-    placements. Equal inputs give equal outputs; items keep their order inside a bin.
+    Best fit decreasing (Johnson 1974) needs at most 11/9 of the fewest bins, plus 1. If that is more than the
+    lower bound of `min_bins_bound`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with
+    at most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
@@ -154,8 +155,8 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bisect.insort(room, (free - lengths[item], index))
 
     # Search for a packing with one bin less, until the lower bound is reached or the search fails.
-    if len(order) <= SEARCHED:
-        lower_bound = fewest_bins(lengths, budget)
+    if len(order) <= MAX_SEARCHED_ROWS:
+        lower_bound = min_bins_bound(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in order]
         while len(bins) > lower_bound:
             tighter = _search(items, budget, len(bins) - 1)
@@ -165,12 +166,12 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(items_of_bin) for items_of_bin in bins]
 
 
-def fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins (Martello & Toth 1990, their bound L2).
+def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
+    """Return a lower bound on the bins that a packing needs (Martello & Toth 1990, their bound L2).
 
-    For each k up to half a bin: items over ``budget - k`` need bins of their own, without room for items of k
-    or more; items over half a bin need bins of their own; the remaining items of k or more that do not fit
-    into the room of those need further bins.
+    For each k up to half a bin: every item over ``budget - k`` needs one bin, without room for items of k or
+    more. Every other item over half a bin needs one bin too. The remaining items of k or more need further
+    bins if they do not fit into the free room of the second kind of bins.
     """
     # The sum of all items is the simplest bound.
     sizes = sorted(min(length, budget) for length in lengths)
@@ -191,7 +192,7 @@ def _search(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Search a packing of (item, size) pairs, the largest first, into ``count`` bins; None without one."""
+    """Pack (item, size) pairs, largest first, into ``count`` bins; return None if no packing is found."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
     steps = 0
@@ -202,11 +203,11 @@ def _search(
             return True
         item, size = items[depth]
 
-        # Bins with equal room are alike: try one of each.
+        # Bins with equal room are interchangeable: try one of each.
         bin_by_room = {free: index for index, free in enumerate(room) if free >= size}
         for index in bin_by_room.values():
             steps += 1
-            if steps > STEPS:
+            if steps > MAX_PLACEMENTS:
                 return False
 
             # Undo the placement if the remaining items do not fit.
@@ -260,7 +261,7 @@ class PackedRows(PackedSeqParams):
 
 
 class _Fill(torch.autograd.Function):
-    """Gather into buckets with a gather as backward pass.
+    """Gather of tokens into buckets, whose backward pass is a gather too.
 
     Autograd would scatter-add the gradients, which is slow. Padding repeats tokens, but has no gradient, so
     each token has exactly one gradient to gather.
@@ -287,7 +288,7 @@ class _Fill(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Gather out of buckets; the backward pass copies each gradient to its token and zeros to padding."""
+    """Gather of tokens out of buckets; in the backward pass padding gets zero gradients."""
 
     @staticmethod
     def forward(
@@ -308,7 +309,7 @@ class _Join(torch.autograd.Function):
 
 
 def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
-    """Concatenate buckets, without a copy of a single one."""
+    """Concatenate buckets; a single bucket is returned without a copy."""
     if len(buckets) == 1:
         return buckets[0]
     return torch.cat(list(buckets))
@@ -322,7 +323,8 @@ def pack_rows(
     """Return the boundaries of consecutive rows in the form of `PackedAttention`, in host memory.
 
     Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
-    a quarter and nothing else pads at all. ``context_rank`` of ``context`` equal shards is this rank's.
+    a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards
+    of the sequence.
     """
     # Rows of each bucket, and the position of each row's first token.
     starts = [0]
@@ -341,7 +343,7 @@ def pack_rows(
         last = torch.tensor([starts[row + 1] - 1 for row in rows])
         columns = torch.arange(row_length)
 
-        # Past its end a row repeats its last token; under causal attention no real token attends to those.
+        # Pad a row by repeating its last token: under causal attention no real token attends to the padding.
         unclamped = first[:, None] + columns
         index = torch.minimum(unclamped, last[:, None])
         real = unclamped <= last[:, None]
@@ -372,7 +374,7 @@ def pack_whole_rows(
 ) -> PackedRows:
     """Return the boundaries of consecutive rows for attention between boundaries, in host memory.
 
-    No row is padded. ``context_rank`` of ``context`` equal shards is this rank's.
+    No row is padded. This rank has shard ``context_rank`` of ``context`` equal shards of the sequence.
     """
     return PackedRows(
         qkv_format="rows",
@@ -386,7 +388,7 @@ def _positions(
     context_rank: int,
     context: int,
 ) -> Tensor:
-    """Return the positions in their rows of the tokens of one context-parallel shard."""
+    """Return the position of each token of one context-parallel shard, counted from 0 in its row."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     return positions.chunk(context)[context_rank]
 
@@ -395,10 +397,10 @@ def pack_for_transformer_engine(lengths: Sequence[int]) -> PackedSeqParams:
     """Return the row boundaries in the form of variable-length attention (THD), in host memory.
 
     Kernels take cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the longest
-    row, which Transformer Engine would otherwise read from the device. The bound is a multiple of
-    8: at others even the fused softmax of Transformer Engine's unfused attention is off. Padding at the end
-    is a row of its own. Without gaps between rows no padded boundaries (``cu_seqlens_*_padded``) are needed,
-    and every backend applies.
+    row, which Transformer Engine would otherwise read from the device. The bound is a multiple of 8, because
+    otherwise Transformer Engine's unfused attention cannot even use its fused softmax. Padding at the end is
+    a separate row. Since rows have no gaps, no padded boundaries (``cu_seqlens_*_padded``) are needed, and
+    every backend can be used.
     """
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE

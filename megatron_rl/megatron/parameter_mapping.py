@@ -1,7 +1,8 @@
 """The mapping between Hugging Face tensors and Megatron's parameters, from the table of model families.
 
-`import_parameters` fills parameters with views and ``copy_`` alone. Running it on meta tensors under the copy
-recorder gives the boxes of every copy. Import, export and resharding all use these boxes.
+`import_parameters` fills parameters with no other operations than views and ``copy_``. Running it on meta
+tensors under the copy recorder gives the boxes of every copy. Import, export and resharding all use these
+boxes.
 """
 
 from __future__ import annotations
@@ -43,17 +44,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's part of one parameter, and the attention heads that order its rows."""
+    """A rank's part of one parameter, and the groups of attention heads that order its rows."""
 
     index: int
-    """Rank among those that shard the parameter."""
+    """Index of the rank among the ranks that shard the parameter."""
     count: int
-    """Number of ranks that shard it."""
+    """Number of ranks that shard the parameter."""
     groups: int
-    """Groups of attention heads with one key and one value."""
-    heads_per_group: int
-    """Query heads of a group."""
-    head_dim: int
+    """Number of groups of attention heads with one key and one value."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class _SourceRows:
         return self.tensor.narrow(0, self.source.first, self.count)
 
     def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill ``target`` with the source's rows from row ``begin`` on."""
+        """Fill ``target`` with rows of the source, starting at its row ``begin``."""
         position = 0
         for row, rows in self.source.pieces(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
@@ -86,7 +84,7 @@ class _SourceRows:
 
 
 CopyRule = Callable[[Tensor, Sequence[_SourceRows], _Cut], None]
-"""Fill a parameter from the Hugging Face tensors in it: target, sources, cut."""
+"""Function that fills a parameter from its Hugging Face tensors; arguments: target, sources, cut."""
 
 
 def _copy_complete(
@@ -94,12 +92,12 @@ def _copy_complete(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill a parameter that every rank has completely."""
+    """Fill a parameter that is complete on every rank."""
     (source,) = sources
     target.copy_(source.complete)
 
 
-def _rows(
+def _copy_rows(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -113,7 +111,7 @@ def _rows(
     source.copy_to(target, cut.index * (source.count // cut.count))
 
 
-def _columns(
+def _copy_columns(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
@@ -124,12 +122,12 @@ def _columns(
     target.copy_(source.complete.narrow(1, cut.index * columns, columns))
 
 
-def _sections(
+def _copy_sections(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill the sections one after the other, each with this rank's part of its source."""
+    """Fill a parameter that concatenates this rank's shard of the rows of each source."""
     position = 0
     for source in sources:
         rows = source.count // cut.count
@@ -137,17 +135,15 @@ def _sections(
         position += rows
 
 
-def _query_key_value(
+def _copy_query_key_value(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Interleave by group: the queries of a group, their gates, its key, its value, then the next group."""
+    """Interleave rows by group: a group's queries, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
-    query_rows = cut.heads_per_group * cut.head_dim
-    # Key and value are the last two sources; before them are the queries and, in some families, their gates.
-    group_sizes = [query_rows] * (len(sources) - 2) + [cut.head_dim, cut.head_dim]
+    group_sizes = [source.count // cut.groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
@@ -162,22 +158,22 @@ def _query_key_value(
             position += size
 
 
-def _stacked(
+def _copy_stacked(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill a replicated parameter with its complete sources, one after the other."""
+    """Fill a replicated parameter that concatenates its complete sources."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
         target_slice.copy_(source.complete)
 
 
-def _vocabulary(
+def _copy_vocabulary(
     target: Tensor,
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill the rows of tokens; further rows pad the vocabulary to equal shards."""
+    """Fill the rows of tokens in this rank's shard; the rows that pad the vocabulary stay unchanged."""
     (source,) = sources
     begin = cut.index * target.shape[0]
     rows = min(source.count - begin, target.shape[0])
@@ -187,17 +183,19 @@ def _vocabulary(
 
 _COPY_RULES: Mapping[str, CopyRule] = {
     "whole": _copy_complete,
-    "rows": _rows,
-    "latent": _rows,
-    "columns": _columns,
-    "sections": _sections,
-    "query_key_value": _query_key_value,
-    "vocabulary": _vocabulary,
-    "stacked": _stacked,
+    "rows": _copy_rows,
+    "latent": _copy_rows,
+    "columns": _copy_columns,
+    "sections": _copy_sections,
+    "query_key_value": _copy_query_key_value,
+    "vocabulary": _copy_vocabulary,
+    "stacked": _copy_stacked,
 }
 """Rules by `Weight.cut`."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
-"""One module per expert, or one grouped module with one weight, and one adapter, per expert."""
+"""Pattern of an expert's number in a parameter's name.
+
+Megatron has one module per expert, or a grouped module with one weight and one adapter per expert."""
 
 
 def import_parameters(
@@ -206,21 +204,21 @@ def import_parameters(
     model: PretrainedModel,
     shard: Shard,
 ) -> None:
-    """Fill Megatron parameters from Hugging Face tensors with views and ``copy_`` alone.
+    """Fill Megatron parameters from Hugging Face tensors, only with views and ``copy_``.
 
     ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` are
     complete tensors, or meta tensors in their place, by checkpoint name. Rows that pad the vocabulary stay
     unchanged. Raises UserError for a parameter without a rule.
     """
-    # Experts are cut over groups of their own.
+    # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
-    heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    dense_cut = _Cut(shard.tensor, shard.tensor_size, *heads)
-    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
+    dense_cut = _Cut(shard.tensor, shard.tensor_size, shape.kv_heads)
+    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, shape.kv_heads)
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
-    outer = by_name([weight for first in (True, False) for weight in outer_weights(shape, first, True)])
+    outer_table = [weight for first in (True, False) for weight in outer_weights(shape, first, True)]
+    outer = weights_by_name(outer_table)
     layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -228,21 +226,21 @@ def import_parameters(
         # Embedding, final norm and output layer.
         if match is None:
             if name not in outer:
-                raise _without_rule(name, outer)
+                raise _unknown_parameter_error(name, outer)
             rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
             _COPY_RULES[outer[name].cut](target, rows, dense_cut)
             continue
 
-        # A layer's table is made once for all its parameters.
+        # Build the table of a layer's weights once for all parameters of the layer.
         layer = int(match.group(1))
         if layer not in layer_weights:
-            layer_weights[layer] = by_name(model.weights(layer))
+            layer_weights[layer] = weights_by_name(model.weights(layer))
         name_in_layer = name[match.end() :]
         weight = layer_weights[layer].get(EXPERT.sub(r"\1{expert}", name_in_layer))
         if weight is None:
-            raise _without_rule(name, layer_weights[layer])
+            raise _unknown_parameter_error(name, layer_weights[layer])
 
-        # Experts are counted on the rank in parameters, over the whole model in the checkpoint.
+        # Parameter names number the experts of this rank, checkpoint names those of the whole model.
         expert = 0
         expert_match = EXPERT.search(name_in_layer)
         if expert_match is not None:
@@ -259,8 +257,8 @@ def import_parameters(
         _COPY_RULES[weight.cut](target, rows, cut)
 
 
-def _without_rule(parameter: str, available: Iterable[str]) -> UserError:
-    """Return the error for a parameter of a user's model that is not called as Megatron's."""
+def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
+    """Return the error for a parameter of a user's model whose name is not one of Megatron's."""
     return UserError(
         f"the checkpoint's tensors for the parameter {parameter} are unknown",
         where="model.weights",
@@ -279,34 +277,34 @@ def trace_import(
     storages: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes of Hugging Face tensors in meta parameters, which are named over the whole model.
+    """Return the boxes of Hugging Face tensors in meta parameters, with layers counted over the whole model.
 
-    ``storages`` maps these names to the names in the boxes, if those differ. ``shapes`` are the checkpoint's
-    tensor shapes, if the caller has them. Raises CoverageError unless every element except for the padding of
-    the vocabulary is filled exactly once.
+    ``storages`` maps the names of parameters to their names in the boxes, if these differ. ``shapes`` are the
+    checkpoint's tensor shapes, if the caller has them. Raises CoverageError unless every element, except for
+    the padding of the vocabulary, is filled exactly once.
     """
     storages = storages or {}
     tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}
     recorder = CopyRecorder({}, tensors_by_storage, rank)
 
-    # The import itself, on tensors without memory: a second implementation of its rules could differ.
+    # Run the import itself, on tensors without memory: a second implementation of its rules could differ.
     with torch.no_grad(), recorder:
         sources = _MetaTensors(shapes or model.tensor_shapes(), recorder)
         import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
 
-    # Elements that must be filled in the parameters with padding.
-    filled_elements: dict[str, int] = {}
+    # Number of elements before the padding, in the parameters that have a row per token.
+    data_elements: dict[str, int] = {}
     for name in vocabulary_names(model.shape) & parameters.keys():
         rows, width = parameters[name].shape
         token_rows = min(max(model.shape.vocab - shard.tensor * rows, 0), rows)
-        filled_elements[storages.get(name, name)] = token_rows * width
-    check_coverage(boxes, tensors_by_storage, filled_elements)
+        data_elements[storages.get(name, name)] = token_rows * width
+    check_coverage(boxes, tensors_by_storage, data_elements)
     return boxes
 
 
 class _MetaTensors(Mapping[str, Tensor]):
-    """Meta tensors of a checkpoint, created on first use: a large model has very many."""
+    """Meta tensors of a checkpoint, created on first use because a large model has very many."""
 
     def __init__(
         self,
@@ -336,14 +334,14 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
     return {weight.name for weight in weights if weight.cut == "vocabulary"}
 
 
-def by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
-    """Return a layer's weights by the names of Megatron's own layers and of Transformer Engine's."""
+def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
+    """Return a layer's weights by their names in Megatron's own layers and in Transformer Engine's."""
     fused = {weight.fused: weight for weight in weights if weight.fused}
     return fused | {weight.name: weight for weight in weights}
 
 
 def shard_of(model: Chunked) -> Shard:
-    """Return this rank's share of every parameter, from the model's process groups."""
+    """Return the `Shard` of this rank, from the model's process groups."""
     groups = model.chunks[0].pg_collection
 
     # A user's own collection may lack the groups of experts.

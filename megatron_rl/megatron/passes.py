@@ -1,8 +1,8 @@
-"""Passes of a role over the micro-batches of a batch: measure their memory, repeat one that ran out of it.
+"""Passes of a role over the micro-batches of a batch: measure their memory, repeat a pass that ran out of it.
 
-The one idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one
-fails. In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the
-last micro-batch and the reduction. In all other layouts the rank that fails reports it, and ends the job.
+The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one fails.
+In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the last
+micro-batch and the reduction. In all other layouts the rank that fails reports it, and ends the job.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.metrics import Metrics
 
 _LISTED_TENSORS = 5
-"""Tensors that a report lists, the largest first."""
+"""Number of tensors that a report lists, the largest first."""
 _MODEL_SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-"""Parallel sizes whose ranks exchange activations or experts inside a pass."""
+"""Sizes of the kinds of parallelism whose ranks exchange activations or tokens inside a pass."""
 
 SPLIT_PASSES = "memory/split_passes"
 """Metric: passes of a step that were repeated in smaller micro-batches."""
@@ -59,23 +59,25 @@ class Shortage:
     tensors: tuple[str, ...]
     """The largest tensors that existed on the device, as text."""
     reason: str = ""
-    """Why the pass was not repeated (again)."""
+    """Reason why the pass was not repeated, or not repeated again."""
 
 
 class OutOfMemory(RuntimeError):
-    """Pass that ran out of memory and cannot be repeated; ``shortage`` describes it."""
+    """Error for a pass that ran out of memory and cannot be repeated; ``shortage`` describes the pass."""
 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(f"{shortage.role} on rank {shortage.rank}: {shortage.message}")
         self.shortage = shortage
 
 
-class _VotedAgainst(RuntimeError):
-    """Signal of the vote that ends a pass on the ranks where it succeeded."""
+class _OtherRankFailed(RuntimeError):
+    """Exception that ends a pass on a rank where it succeeded, after the vote."""
 
 
 class PassGuard:
-    """Guard of the passes of one role on this rank.
+    """Guard of one role's passes on this rank.
+
+    It measures the memory of passes, and repeats a pass that ran out of memory.
 
     ``role``: configuration path of the role, for reports.
     ``measures``: whether the memory of passes is measured for `batch.memory_target`.
@@ -108,10 +110,10 @@ class PassGuard:
 
         ``budget`` is the largest number of tokens of a micro-batch, and ``unit_tokens`` that of a unit of
         rows, which cannot be split; both are equal on all ranks of the role. ``clear`` zeroes the gradients
-        of a training pass. The second pass gives the same result as a first pass with its micro-batches
-        would have. Raises OutOfMemory. Collective over the role's ranks.
+        of a training pass. The second pass gives the same result as a first pass with the smaller
+        micro-batches would have given. Raises OutOfMemory. Collective over the role's ranks.
         """
-        self._obstacle = obstacle(self.model, trains=clear is not None)
+        self._obstacle = repeat_obstacle(self.model, trains=clear is not None)
         if self._obstacle is not None:
             result, _ = self._attempt(compute, budget)
             return result
@@ -121,7 +123,7 @@ class PassGuard:
         if not failed:
             return result
 
-        # All ranks of the role are here, with the same vote: half of the largest micro-batch of any of them.
+        # All ranks of the role have the same vote here: halve the largest micro-batch of all ranks.
         microbatch_tokens = min(budget, int(self._vote[1]) or budget)
         smaller_budget = max(unit_tokens, microbatch_tokens // 2)
         if microbatch_tokens <= unit_tokens:
@@ -154,27 +156,28 @@ class PassGuard:
             reason = self._obstacle
             if self._voted:
                 reason = "it ended its micro-batches, and other ranks reduce gradients"
-            # Without a word to the other ranks, which may be inside a collective.
+            # Raise without notifying the other ranks, which may be inside a collective.
             if reason is not None:
                 raise OutOfMemory(replace(shortage, reason=reason)) from error
             self._shortage = shortage
-        except _VotedAgainst:
+        except _OtherRankFailed:
             return None, True
 
-        # Outside of the handler: the traceback keeps the tensors of the pass in memory.
+        # Vote outside of the handler, whose traceback keeps the tensors of the pass in memory.
         self._exchange_votes(failed=True)
         return None, True
 
     def begin(self, microbatch_tokens: int) -> None:
-        """Begin the micro-batches of a pass; the largest one has ``microbatch_tokens`` tokens."""
+        """Start to measure a pass, before its micro-batches; the largest has ``microbatch_tokens`` tokens."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
             self._reading = device.read_memory(restart=True)
 
     def end(self) -> None:
-        """End the micro-batches of a pass, before gradients are reduced; raise if another rank failed.
+        """Measure and vote after the micro-batches of a pass, before its gradients are reduced.
 
-        Collective over the role's ranks if the pass can be repeated.
+        Raises _OtherRankFailed if another rank failed. Collective over the role's ranks if the pass can be
+        repeated.
         """
         if self.measures:
             self._measure()
@@ -182,7 +185,7 @@ class PassGuard:
             self._exchange_votes(failed=False)
             self._voted = True
             if self._vote[0]:
-                raise _VotedAgainst
+                raise _OtherRankFailed
 
     def metrics(self) -> Metrics:
         """Return the repeated passes and the measured memory since the last call, and reset them."""
@@ -194,7 +197,7 @@ class PassGuard:
         """Record the memory of the pass that ends."""
         begin = self._reading
         end = device.read_memory()
-        # A short micro-batch has the constant costs of a long one, which would count for its tokens.
+        # Skip short micro-batches: their constant costs would be divided by few tokens.
         if begin is None or end is None or 2 * self._microbatch_tokens < self._budget:
             return
         self._record(RESIDENT_BYTES, begin.allocated + begin.others)
@@ -206,7 +209,7 @@ class PassGuard:
     def _exchange_votes(self, *, failed: bool) -> None:
         """Exchange whether any rank failed, and the tokens of the largest micro-batch of all ranks.
 
-        On the host, so that no rank waits for its device. Collective over the role's ranks.
+        The exchange is on the host, so that no rank waits for its device. Collective over the role's ranks.
         """
         self._vote = torch.tensor(
             [int(failed), self._microbatch_tokens], dtype=torch.int64, device=device.host()
@@ -218,7 +221,7 @@ class PassGuard:
         """Free the tensors of a failed pass, and reset the state that it has changed."""
         for chunk in self.model.wrapped:
             # Megatron-Core 0.19: with overlap_grad_reduce groups of buckets count the gradients of a step,
-            # and expect all of them at the next reset. A reduction that began has no peers here.
+            # and expect all of them at the next reset. A reduction that has begun is only over this rank.
             for bucket_group in _bucket_groups(chunk):
                 if bucket_group.grad_reduce_handle is not None:
                     bucket_group.grad_reduce_handle.wait()
@@ -244,10 +247,10 @@ class PassGuard:
         raise OutOfMemory(replace(first, reason=reason))
 
 
-def obstacle(model: ParallelModel, *, trains: bool) -> str | None:
-    """Return why the ranks of a model cannot repeat a pass together; None if they can.
+def repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
+    """Return the reason why the ranks of a model cannot repeat a pass together, or None if they can.
 
-    A rank that fails leaves its peers inside a collective of the pass, which has no end without it.
+    If ranks exchange tensors inside a pass, the peers of a failed rank wait for it in a collective forever.
     """
     if device.simulated():
         return "a simulation has no memory"
@@ -268,7 +271,7 @@ def obstacle(model: ParallelModel, *, trains: bool) -> str | None:
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:
-    """Return the groups of gradient buckets of a chunk, none of a model without gradients."""
+    """Return the groups of gradient buckets of a chunk; empty for a model without gradients."""
     if not isinstance(chunk, DistributedDataParallel):
         return []
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
@@ -277,7 +280,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     """Return the largest tensors on the device as text: name or shape, dtype and bytes.
 
-    They are tensors that Python can reach, so not the ones that autograd saved for the backward pass.
+    Only tensors that Python can reach are included; autograd's saved tensors are not.
     """
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
     target = device.device().type
@@ -285,10 +288,11 @@ def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     # Tensors that share a storage count once.
     by_storage: dict[int, Tensor] = {}
     for value in gc.get_objects():
-        # By the type: some objects of libraries import or compute something when they are asked.
+        # Check the type, not `isinstance`: it reads an attribute, for which some lazy objects of libraries
+        # import or compute something.
         if not issubclass(type(value), Tensor):
             continue
-        # Tensors without a storage of their own raise.
+        # Tensors without a storage raise.
         with contextlib.suppress(RuntimeError):
             storage = value.untyped_storage()
             if value.device.type == target and storage.nbytes():
@@ -304,7 +308,7 @@ def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
 
 
 def _named_tensors(model: ParallelModel | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model, and the buffers of its weights and gradients, which are one tensor."""
+    """Yield (name, tensor) of a model's weights, and of the buffers that contain all weights or gradients."""
     if model is None:
         return
     for chunk in model.chunks:

@@ -81,7 +81,7 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
-"""Fields of a provider's TransformerConfig that must equal the spec's, besides those that the run sets."""
+"""Fields of a provider's TransformerConfig that must equal the spec's, besides `ModelSpec.set_fields`."""
 _WITHOUT_EFFECT = CHANGED_FIELDS | {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
@@ -102,15 +102,15 @@ class Provider:
     """
 
     reference: str
-    """Its name in the configuration, ``module:function`` or ``file.py:function``."""
+    """Path of the function in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
     """Function that returns a GPTModel, called with the `PROVIDER_ARGUMENTS` that are its parameters."""
     arguments: Namespace
     """Megatron-LM's arguments, for code that reads them."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Its parameter names -> Megatron's; those of a layer without the prefix ``decoder.layers.N.``"""
+    """The provider's parameter names -> Megatron's; inside layers without the prefix ``decoder.layers.N.``"""
 
-    def of(self, spec: ModelSpec) -> Provider:
+    def with_spec(self, spec: ModelSpec) -> Provider:
         """Return the provider with Megatron-LM arguments for the layout, precision and dropout of a spec."""
         values = {**vars(self.arguments)}
         values |= {name: getattr(spec.transformer_config, name) for name in spec.set_fields}
@@ -126,7 +126,7 @@ class Provider:
         groups: ParallelGroups,
         stage: int | None = None,
     ) -> Iterator[None]:
-        """Set Megatron's global groups to the role's and, unless it is set, Megatron-LM's ``get_args()``."""
+        """Set Megatron's global groups to the role's, and Megatron-LM's ``get_args()`` if it is not set."""
         # Absent unless the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
@@ -148,9 +148,10 @@ class Provider:
         stage: int,
         config: Any,
     ) -> Any:
-        """Return the chunk of a virtual pipeline stage; raises UserError for one that cannot be trained.
+        """Return the chunk of a virtual pipeline stage.
 
         ``config`` is the model's copy of the spec's TransformerConfig, which the provider may use or change.
+        Raises UserError if the chunk cannot be trained.
         """
         layout = groups.layout
         pre_process = groups.is_first_stage and stage == 0
@@ -167,7 +168,7 @@ class Provider:
             self.arguments,
         )
 
-        # Pass the arguments that the function has parameters for.
+        # Pass only the arguments for which the function has parameters.
         parameters = inspect.signature(self.function).parameters
         arguments: dict[str, Any] = {}
         for name, value in zip(PROVIDER_ARGUMENTS, values, strict=True):
@@ -198,10 +199,10 @@ def check_chunk(
     post_process: bool,
     spec: ModelSpec,
 ) -> None:
-    """Raise UserError unless a chunk is one of a spec's model; set the fields that the trainer decides.
+    """Check that a chunk belongs to the spec's model, and set the config fields that the trainer decides.
 
-    ``pre_process`` and ``post_process`` if the chunk has the embedding and the output layer. ``subject``
-    names the code that built it, for errors.
+    ``pre_process`` and ``post_process``: whether the chunk must have the embedding, and the output layer.
+    ``subject`` names the code that built the chunk, for errors. Raises UserError.
     """
     if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
         raise UserError(
@@ -270,8 +271,8 @@ def load_provider(
 ) -> Provider:
     """Load a provider from ``module:function`` or ``file.py:function``.
 
-    ``names_path`` is the path, of the same form, of the mapping from its parameter names to Megatron's.
-    Raises UserError if either does not exist.
+    ``names_path`` is the path, in the same form, of the mapping from the provider's parameter names to
+    Megatron's. Raises UserError if one of them does not exist.
     """
     names = {}
     if names_path is not None:
@@ -302,7 +303,7 @@ def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[
         if group is not None:
             values[name] = dist.get_process_group_ranks(group)
 
-    # Megatron has this group without context parallelism alone; then it equals the one with it.
+    # Megatron has this group only without context parallelism; it then equals the group with it.
     values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
     if groups.layout.context == 1:
         values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context

@@ -58,7 +58,7 @@ class Residency:
         self._seconds = 0.0
         self._bytes = 0
 
-        # What each level adds to the lower ones.
+        # The storages that each level adds to the lower levels.
         self._levels = {
             Use.READ: _OffloadedStorages(self._weight_storages),
             Use.STATE: _OffloadedStorages(self._state_storages),
@@ -81,7 +81,7 @@ class Residency:
             self._uses.pop()
             self._move()
 
-    def leave(self) -> None:
+    def offload_all(self) -> None:
         """Move all parts to host memory now, if this model is offloaded."""
         self._move()
 
@@ -125,7 +125,7 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
-        """Return the optimizer's storages without float32 weights: main weights may be views of them."""
+        """Return the storages of optimizer states, except for weights that float32 main weights alias."""
         weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
@@ -175,7 +175,7 @@ class _OffloadedStorages:
         copied_bytes = 0
         buffers: dict[int, Tensor] = {}
         for key, (storage, size) in self._offloaded.items():
-            # Page-locked memory is slow to allocate: use the buffer of the last time.
+            # Page-locked memory is slow to allocate: reuse the buffer of the last copy.
             buffer = self._host.get(key)
             is_new = False
             if buffer is None or len(buffer) != size:
@@ -183,7 +183,7 @@ class _OffloadedStorages:
                 is_new = True
             buffers[key] = buffer
 
-            # A buffer that nothing has changed since is the copy already.
+            # If the storage has not changed since, the buffer already contains its values.
             if is_new or self.stale:
                 buffer.copy_(_bytes_of(storage), non_blocking=True)
                 copied_bytes += size
@@ -220,12 +220,12 @@ def _bytes_of(storage: Any) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage object, which is the same for all views and when emptied."""
+    """Return the address of a tensor's storage object, equal for all views and also for an empty storage."""
     return tensor.untyped_storage()._cdata
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the distinct, non-empty storages of tensors on the device, by identity, without scalars."""
+    """Return the distinct, non-empty storages of the tensors on the device, except scalars, by identity."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward.
 
-Every rank of a model builds the same list of micro-batches from the same batch, so stages know each other's
-activation shapes without a message, and the schedules of all stages agree.
+Every rank of a model builds the same list of micro-batches from the same batch. Each stage can therefore
+compute the shapes of the activations that it receives, and the schedules of all stages agree.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
-from megatron_rl.megatron.log_probs import Support, support_of
+from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
 from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.megatron.packing import PackedRows, partition
+from megatron_rl.megatron.packing import PackedRows, partition_rows
 from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
@@ -49,15 +49,16 @@ class TokenScores:
     """Ids of the rows, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
-    rows, 0 where a token is not selected."""
+    rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
+    [n], and log-probs [n, k + 1] and ids [n, k] of the most likely tokens follow."""
     experts: Tensor | None = None
-    """[n, layers, k] int16 on the host: the experts that each token was routed to, where they were
+    """[n, layers, k] int16 on the host: the experts that each token was routed to, or None if they were not
     recorded."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that pass through the pipeline together, as this context-parallel rank needs them."""
+    """Rows that pass through the pipeline together, in the form that this context-parallel rank needs."""
 
     rows: tuple[int, ...]
     """Ids of the rows."""
@@ -66,7 +67,7 @@ class MicroBatch:
     packing: Any
     """Row boundaries, in the form that the model's attention takes."""
     index: Tensor
-    """[n] positions in ``inputs`` whose hidden states give the outputs of the selected tokens."""
+    """[n] positions in ``inputs`` of the hidden states that produce the outputs of the selected tokens."""
     selected: Tensor
     """[n] positions of the selected tokens among all ``tokens`` of the micro-batch."""
     targets: Tensor
@@ -74,15 +75,20 @@ class MicroBatch:
     temperature: Tensor
     """[n] sampling temperature of the selected tokens."""
     support: Support | None
-    """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
+    """Tokens that each selected token's distribution ranges over, or None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
-    """Rules that changed the logits before sampling; None without any."""
+    """Rules that changed the logits before sampling, or None if there are none."""
+    buckets: Tensor | TopTokens | None
+    """[n, k] tokens whose log-probs a distillation loss reads, or a request for the most likely tokens of a
+    teacher; None for neither."""
+    squared_probs: bool
+    """Whether the head returns the sum of the squared probabilities of each distribution."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
-    """Expert routing of this rank's tokens, for a model whose routing is recorded or replayed."""
+    """Expert routing of this rank's tokens, or None if routing is neither recorded nor replayed."""
     batch: Any
-    """Rows of the batch that the loss reads, where the loss is computed; None elsewhere."""
+    """Rows of the batch for the loss, or None on ranks that do not compute the loss."""
 
 
 def build_microbatches(
@@ -93,14 +99,19 @@ def build_microbatches(
     before: bool = True,
     unit: int = 1,
     has_loss: bool = False,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
-    tokens with outputs: with ``before`` from the hidden state of the preceding token, which predicts it,
-    otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
-    such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
+    tokens whose outputs are computed: with ``before`` from the hidden state of the preceding token, which
+    predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
+    two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
+    stage contain the rows of the batch.
+    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
+    squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -118,7 +129,7 @@ def build_microbatches(
 
     # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
     unit_lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
-    shares = partition(
+    shares = partition_rows(
         unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
     )
     micros = []
@@ -126,7 +137,7 @@ def build_microbatches(
         rows: list[int] = []
         for number in units:
             rows += range(number * unit, (number + 1) * unit)
-        micros.append(_pack(model, batch, rows, select, before, has_loss))
+        micros.append(_pack(model, batch, rows, select, before, has_loss, top_tokens, squared_probs))
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
@@ -141,7 +152,7 @@ def build_microbatches(
 
 
 def _upload(micros: list[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with their tensors on the device, all copied at once."""
+    """Return the micro-batches with their tensors on the device, copied together in one upload."""
     tensors: dict[int, Tensor] = {}
 
     def collect(tensor: Tensor) -> Tensor:
@@ -178,12 +189,14 @@ def _pack(
     select: Tensor,
     before: bool,
     has_loss: bool,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> MicroBatch:
     """Return the micro-batch of ``rows`` in host memory."""
     layout = model.groups.layout
     shift = int(before)
 
-    # Tokens of the rows, one row after another, and which of them are selected.
+    # Tokens of the rows, one row after another, and the mask of the selected tokens.
     row_index = torch.tensor(rows, dtype=torch.long)
     lengths = batch.lengths[row_index]
     positions = token_index(batch.lengths, row_index)
@@ -195,7 +208,8 @@ def _pack(
     selected = mask.nonzero()[:, 0]
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
 
-    # Pad to the layout's multiple; a micro-batch without rows is all padding: the pipeline needs it, too.
+    # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
+    # runs equally many micro-batches.
     multiple = model.token_multiple
     padding = -len(tokens) % multiple
     if not rows:
@@ -214,8 +228,15 @@ def _pack(
 
     loss_batch = None
     if has_loss and model.groups.is_last_stage:
-        # Only routers need the experts, and only the head the supports: spare their copies.
-        loss_batch = replace(batch, experts=None, support_sizes=None, support=None).rows(rows)
+        # The loss reads neither experts, supports nor a teacher's tokens, so they are not copied.
+        loss_batch = replace(
+            batch, experts=None, support_sizes=None, support=None, teacher_top_ids=None
+        ).rows(rows)
+
+    buckets: Tensor | TopTokens | None = top_tokens
+    bucket_ids = getattr(batch, "teacher_top_ids", None)
+    if bucket_ids is not None:
+        buckets = bucket_ids[positions[selected]].long()
 
     return MicroBatch(
         rows=tuple(rows),
@@ -227,6 +248,8 @@ def _pack(
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
         rules=_rules(batch, rows, lengths, tokens, selected),
+        buckets=buckets,
+        squared_probs=squared_probs,
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -240,7 +263,7 @@ def _routed(
     positions: Tensor,
     padding: int,
 ) -> RoutedTokens | None:
-    """Return the expert routing of this rank's tokens of a micro-batch, None for a model without a `Routing`.
+    """Return the routing of this rank's tokens of a micro-batch, or None for a model without a `Routing`.
 
     ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
@@ -254,7 +277,7 @@ def _routed(
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
         index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         token_rows = TokenRows(
-            # Padding is at the end, in a row of its own.
+            # Padding is at the end, and counts as a separate row.
             torch.nn.functional.pad(index, (0, padding), value=len(rows))[local],
             torch.nn.functional.pad(lengths, (0, 1), value=1),
             len(batch.lengths),
@@ -271,7 +294,7 @@ def _routed(
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``; None if sampling had no filters."""
+    """Return the supports of the tokens at ``positions``, or None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
@@ -285,7 +308,7 @@ def _rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens; None if sampling changed no logits."""
+    """Return the rules of the selected tokens, or None if sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
@@ -301,19 +324,23 @@ def forward_only(
     before: bool = True,
     record: bool = False,
     guard: PassGuard | None = None,
+    top_tokens: TopTokens | None = None,
+    squared_probs: bool = False,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token; ``guard``
-    repeats a pass that runs out of memory. Every rank of the last stage gets the outputs of its data-parallel
-    share, other ranks an empty list. Collective over the model's ranks.
+    ``before``, ``top_tokens`` and ``squared_probs`` as in `build_microbatches`; ``record`` also returns the
+    experts of each token; ``guard`` repeats a pass that runs out of memory. Every rank of the last stage gets
+    the outputs of its data-parallel share, other ranks an empty list. Collective over the model's ranks.
     """
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
     def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
-        micros, _ = build_microbatches(model, batch, tokens, select, before)
+        micros, _ = build_microbatches(
+            model, batch, tokens, select, before, top_tokens=top_tokens, squared_probs=squared_probs
+        )
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
@@ -323,7 +350,7 @@ def forward_only(
     if not record:
         return scores
 
-    # Collective, so every stage takes part; only the last stage has scores to add the experts to.
+    # Collective, so every stage takes part, but only the last stage has scores.
     recorded = _recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
 
@@ -390,10 +417,11 @@ def forward_backward(
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
-    global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
+    global weights; for a batch with a teacher's most likely tokens it also gets ``bucket_log_probs``
+    [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
     ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
     after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
-    and this rank's metrics; stages before the last have the padding metrics alone. Collective over the
+    and this rank's metrics; stages before the last have only the padding metrics. Collective over the
     model's ranks.
     """
 
@@ -452,7 +480,13 @@ def _loss_function(
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
 
     def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
-        loss, metrics = objective(micro.batch, *outputs)
+        # Log-probs of a teacher's most likely tokens, which only a language model has.
+        arguments: dict[str, Tensor] = {}
+        if outputs[-1].dim() > 1:
+            *scalars, arguments["bucket_log_probs"] = outputs
+            outputs = tuple(scalars)
+
+        loss, metrics = objective(micro.batch, *outputs, **arguments)
         if not micro.rows:
             metrics = Metrics()
         scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))
@@ -470,8 +504,8 @@ def _run(
 ) -> list[Any]:
     """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
 
-    ``loss_function(micro-batch, *outputs)`` returns (loss, result). ``guard`` learns where the micro-batches
-    begin and end. Collective over the model's ranks.
+    ``loss_function(micro-batch, *outputs)`` returns (loss, result). The ``guard`` is notified when the
+    micro-batches begin and end. Collective over the model's ranks.
     """
     layout = model.groups.layout
     config = model.transformer_config
@@ -523,12 +557,12 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=model.groups.megatron,
         )
-        # A training pass ends before its reduction, see `_finalize_gradients`.
+        # A training pass has ended already, before its gradients were reduced: see `_finalize_gradients`.
         if guard is not None and forward_only:
             guard.end()
         if model.adapters is not None and not forward_only:
-            # After the data-parallel reduction of the schedule's end: sums commute, and this one is over the
-            # experts' tensor ranks, which Megatron does not reduce over.
+            # This sum over the experts' tensor-parallel ranks is missing in Megatron. It may follow the
+            # data-parallel reduction at the end of the schedule, because the order of sums does not matter.
             sum_partial_gradients(model.chunks)
 
     if model.uses_transformer_engine:
@@ -537,11 +571,11 @@ def _run(
 
 
 class PipelineExchange(P2PCommunicator):
-    """Point-to-point exchange between stages that know each micro-batch's length in advance.
+    """Point-to-point exchange between stages, with the length of each micro-batch given in advance.
 
-    All stages pack the same micro-batches, so a receiver knows the shape of the next tensor. Megatron's class
-    sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the lengths of
-    the micro-batches on one rank, ``chunks`` the number of virtual stages of a rank.
+    All stages pack the same micro-batches, so a receiver can compute the shape of the next tensor. Megatron's
+    class sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the
+    numbers of tokens of the micro-batches on one rank, ``chunks`` is the number of virtual stages of a rank.
     """
 
     def __init__(
@@ -556,9 +590,10 @@ class PipelineExchange(P2PCommunicator):
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
 
-        # The neighbours' order of (micro-batch, chunk), without the tensors that nobody sends: the outputs of
-        # the last stage's last chunk, which the first stage would receive, and the gradients of the first
-        # stage's first chunk. The backward pass numbers chunks from the last, so the test is the same.
+        # The order of (micro-batch, chunk) in which the neighbours send, without tensors that no stage sends:
+        # the outputs of the last stage's last chunk, which the first stage would receive, and the gradients
+        # of the first stage's first chunk. The backward pass numbers chunks from the last one, so that both
+        # are the chunk with the highest number.
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
         self._forward_tokens: list[int] = []
         self._backward_tokens: list[int] = []
@@ -595,7 +630,7 @@ def _finalize_gradients(
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
 
-    All micro-batches have ended: with a guard, all ranks agree first that none of them has failed.
+    It is called after the last micro-batch. With a guard all ranks first check that none of them has failed.
     """
     if guard is not None:
         guard.end()
@@ -621,7 +656,7 @@ def _forward_step(
     iterator: Iterator[MicroBatch],
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run one chunk on the next micro-batch; the second result computes the loss on the last stage."""
+    """Run one chunk on the next micro-batch; return its output and, for the last stage, the loss function."""
     micro = next(iterator)
     count_progress("micro-batches")
 
@@ -634,13 +669,22 @@ def _forward_step(
 
     def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         selected_outputs = model.token_outputs(
-            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support, micro.rules
+            chunk,
+            hidden,
+            micro.index,
+            micro.targets,
+            micro.temperature,
+            micro.support,
+            micro.rules,
+            micro.buckets,
+            micro.squared_probs,
         )
 
-        # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.
-        first = selected_outputs[0]
-        zeros = torch.zeros(micro.tokens, dtype=first.dtype, device=first.device)
-        outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
+        # Outputs of all tokens: zero for unselected tokens, and for tokens of other context-parallel ranks.
+        outputs: list[Tensor] = []
+        for output in selected_outputs:
+            zeros = output.new_zeros((micro.tokens, *output.shape[1:]))
+            outputs.append(zeros.index_put((micro.selected,), output))
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
             # the identity: each rank gets the gradient with respect to its own tokens exactly once.

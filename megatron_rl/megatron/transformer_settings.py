@@ -1,7 +1,7 @@
 """Fields of Megatron's TransformerConfig for a pretrained model, a layout and a role.
 
-This module imports torch and, at its start, nothing of Megatron: `megatron.trial`, which has little time,
-imports it too.
+This module must not import Megatron at the top level: `megatron.trial`, which must start quickly, imports
+this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
-from megatron_rl.interop.megatron_lm.arguments import latent_sizes
 from megatron_rl.shapes.family import ACTIVATIONS
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -40,7 +39,7 @@ def transformer_settings(
 ) -> dict[str, Any]:
     """Return the TransformerConfig fields of a pretrained model on a layout.
 
-    With ``fused`` its layers are Transformer Engine's.
+    ``fused``: whether the layers are Transformer Engine's.
     """
     shape = model.shape
     config = model.config
@@ -48,16 +47,12 @@ def transformer_settings(
     # Gemma's configs call the activation hidden_activation.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
 
-    # Latent attention has a key and value per query head once they are expanded.
-    query_groups = shape.kv_heads
-    if shape.mla:
-        query_groups = shape.heads
     settings: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
-        "num_query_groups": query_groups,
+        "num_query_groups": shape.kv_heads,
         "kv_channels": shape.value_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
@@ -65,7 +60,7 @@ def transformer_settings(
         "activation_func": _ACTIVATIONS[activation],
         "add_bias_linear": shape.mlp_bias or shape.expert_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm or shape.mla,
+        "qk_layernorm": shape.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": config["initializer_range"],
@@ -79,9 +74,10 @@ def transformer_settings(
         "moe_grouped_gemm": fused and shape.experts > 0,
     }
 
-    # The family's own settings come last and replace general ones.
-    settings.update(_attention_settings(shape))
-    settings.update(_expert_settings(shape))
+    # Settings of the blocks, and last the family's own ones, replace general ones.
+    settings.update(_window_settings(shape))
+    for block in (*shape.mixers, *shape.feed_forwards):
+        settings.update(block.settings(shape))
     settings.update(_layout_settings(layout, dtype))
     settings.update(model.family.megatron(model.config))
     if settings["activation_func"] == "quick_gelu":
@@ -92,65 +88,23 @@ def transformer_settings(
 def _quick_gelu(hidden: Tensor) -> Tensor:
     """Compute GELU's approximation by a sigmoid (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
 
-    Megatron's function is the same, compiled once more for other numbers of tokens: for a minute each on a
-    host, and with other rounding.
+    Megatron's function computes the same, but torch compiles it again for each number of tokens, which takes
+    a minute on a host, and the compiled code rounds differently.
     """
     return hidden * torch.sigmoid(1.702 * hidden)
 
 
-def _attention_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of latent, sliding-window, gated and linear attention."""
-    settings: dict[str, Any] = {}
-    if shape.mla:
-        settings |= latent_sizes(shape)
-
-    if shape.sliding_layers:
-        # A token attends to ``sliding_window`` tokens, itself included; Megatron counts the tokens before it.
-        settings["window_size"] = (shape.sliding_window - 1, 0)
-        if len(shape.sliding_layers) < shape.layers:
-            settings["window_attn_skip_freq"] = [
-                int(layer in shape.sliding_layers) for layer in range(shape.layers)
-            ]
-
-    if shape.output_gate:
-        settings["attention_output_gate"] = True
-    if shape.linear_layers:
-        # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
-        settings |= {
-            "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
-            "linear_conv_kernel_dim": shape.linear_conv,
-            "linear_key_head_dim": shape.linear_qk // shape.linear_k_heads,
-            "linear_value_head_dim": shape.linear_v_head_dim,
-            "linear_num_key_heads": shape.linear_k_heads,
-            "linear_num_value_heads": shape.linear_v_heads,
-        }
-    return settings
-
-
-def _expert_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of experts, an empty mapping for a dense model.
-
-    Balancing losses are off unless the user sets them.
-    """
-    if not shape.experts:
+def _window_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of layers that attend to a sliding window, an empty mapping without any."""
+    if not shape.sliding_layers:
         return {}
 
-    settings: dict[str, Any] = {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.expert_width,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-
-    if shape.dense_layers:
-        # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of stacking
-        # them.
-        settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
-    if shape.shared_width:
-        settings["moe_shared_expert_intermediate_size"] = shape.shared_width
-        settings["moe_shared_expert_gate"] = shape.shared_gate
+    # A token attends to ``sliding_window`` tokens, itself included; Megatron counts the tokens before it.
+    settings: dict[str, Any] = {"window_size": (shape.sliding_window - 1, 0)}
+    if len(shape.sliding_layers) < shape.layers:
+        settings["window_attn_skip_freq"] = [
+            int(layer in shape.sliding_layers) for layer in range(shape.layers)
+        ]
     return settings
 
 
@@ -179,7 +133,7 @@ def role_settings(
     recompute: str = "none",
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the role's fields of the TransformerConfig: recompute, the user's overrides, the schedule's.
+    """Return the role's fields of the TransformerConfig: recompute, overrides and schedule.
 
     ``recompute`` is ``none``, ``selective`` or ``full``.
     """
@@ -196,7 +150,7 @@ def role_settings(
     settings |= overrides or {}
     backend = settings.get("attention_backend")
     if isinstance(backend, str):
-        # Megatron compares with members of its enum, which no string equals.
+        # Megatron compares the value with members of its enum, which never equal a string.
         from megatron.core.transformer.enums import AttnBackend
 
         settings["attention_backend"] = AttnBackend[backend]
@@ -204,8 +158,8 @@ def role_settings(
     if layout.pipeline > 1:
         # Packed micro-batches differ in length.
         settings["variable_seq_lengths"] = True
-        # A stage releases an activation once it is sent. Interleaved schedules release it before they have
-        # waited for the send, which then reads memory that others write.
+        # A stage releases an activation after it was sent. Interleaved schedules would release it before the
+        # send is complete, which would then read memory that other tensors overwrite.
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")

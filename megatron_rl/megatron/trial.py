@@ -1,11 +1,11 @@
-"""Trial of every role's settings of Megatron, without a model: ``python -m megatron_rl.megatron.trial``.
+"""Trial of every role's Megatron settings, without a model: ``python -m megatron_rl.megatron.trial``.
 
-`check` runs it as a process of its own, because the imports replace some of Megatron's packages.
+`check` runs it in a separate process, because the imports replace some of Megatron's packages.
 
 Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
 ``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides``, ``optimizer`` (a section or null) and
-``ddp``. Standard output is a JSON object with the reason for each configuration that Megatron refuses: under
-the role for its TransformerConfig, under the role and `` optimizer`` or `` ddp`` for the other two.
+``ddp``. Standard output is a JSON object with Megatron's reason for each configuration that it refuses. The
+keys are ``<role>`` for the TransformerConfig, ``<role> optimizer`` and ``<role> ddp``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from megatron_rl.shapes.pretrained import describe, read_json
 _PACKAGES = (
     "", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer", ".distributed",
 )  # fmt: skip
-"""Packages of megatron.core whose modules are imported without the package's own ``__init__``."""
+"""Packages of megatron.core whose modules are imported without running the package's ``__init__``."""
 _IMPORTING_FIELDS = ("apply_rope_fusion", "moe_permute_fusion")
-"""Fields with which a TransformerConfig imports modules that need the packages' own ``__init__`` (0.16.1)."""
+"""Fields for which TransformerConfig (0.16.1) imports modules that need the packages' ``__init__``."""
 _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
-"""Modules that Megatron imports if they exist, and that no configuration needs."""
+"""Modules that Megatron imports if they exist, but that no configuration needs."""
 
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
-    ``roles`` are the module's input, the result is its output.
+    ``roles`` and the result have the formats of the module's input and output.
     """
     complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
-    transformer_config, latent_config, optimizer_config, ddp_config = _config_classes(complete)
+    model_configs, optimizer_config, ddp_config = _config_classes(complete)
     reasons: dict[str, str] = {}
     for role in roles:
         try:
@@ -62,13 +62,11 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             )
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
-            # The rules on files and layouts report it.
+            # `check` reports this error by its rules on files and layouts.
             continue
 
         # Megatron's classes raise errors of any type for a value that they cannot use.
-        config_class = transformer_config
-        if model.shape.mla:
-            config_class = latent_config
+        config_class = getattr(model_configs, model.shape.config_class)
         try:
             config_class(**settings)
         except Exception as error:
@@ -88,26 +86,26 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     return reasons
 
 
-def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
-    """Return Megatron's TransformerConfig, MLATransformerConfig, OptimizerConfig and its DDP's configuration.
+def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
+    """Return the module of the TransformerConfigs, the OptimizerConfig and the DDP configuration class.
 
-    Their modules are imported without the packages around them, which takes a quarter of the time, unless the
-    import must be ``complete``.
+    Unless the import must be ``complete``, their modules are imported without the packages that contain them,
+    which takes a quarter of the time.
     """
     if not complete:
-        _import_modules_alone()
+        _skip_package_imports()
 
     # Megatron's modules have circular imports, which work if this one is imported first.
     import megatron.core.parallel_state  # noqa: F401
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer import transformer_config
 
-    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig
+    return transformer_config, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
-def _import_modules_alone() -> None:
-    """Import modules of Megatron without their packages, and without torch's compiler."""
+def _skip_package_imports() -> None:
+    """Prepare for the import of Megatron modules that skips their packages' __init__.py and torch.compile."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]

@@ -1,9 +1,9 @@
 """GPU stack: the packages for training on GPUs, and their compatibility with a machine's packages and driver.
 
-Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load with the torch release that they were
-built for. A container's own torch is never replaced, and only packages that are compatible with it are
-installed. So everything here compares *releases* (2.13), never strings: a container's
-``2.13.0a0+9186a08b2c.nv26.07`` and the index's ``2.13.0+cu130`` are the same release.
+Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load only with the torch release for which they
+were built. A container's own torch is never replaced, and only packages that are compatible with it are
+installed. So all functions here compare *releases* (2.13), never strings: a container's
+``2.13.0a0+9186a08b2c.nv26.07`` and the package index's ``2.13.0+cu130`` are the same release.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from megatron_rl.planning.machine import BUILT_TOGETHER, Finding, foreign_apex, 
 from megatron_rl.versions import distribution_name, release
 
 TORCH_OF_VLLM = {"0.32": "2.13.0", "0.33": "2.14.0"}
-"""Series of vLLM whose parts that a rank replaces were compared with this package's -> the torch it is built
-for. ``launch/setup.sh --gpu --vllm SERIES`` has a lock file for each."""
+"""Supported series of vLLM -> the torch version for which the series is built.
+
+A rank replaces parts of vLLM, and the replacements were compared only with these series. ``launch/setup.sh
+--gpu --vllm SERIES`` has a lock file for each of them."""
 
 TRANSFORMER_ENGINE = "2.20.2"
 
 TOOLKIT = 13
-"""Major version of CUDA that the index's torch and vLLM are built for."""
+"""Major version of CUDA for which the package index's torch and vLLM are built."""
 
 OLDEST_DRIVER = {13: 580, 12: 525}
-"""Oldest driver branch that runs programs of a major version of CUDA, by NVIDIA's compatibility table."""
+"""Major version of CUDA -> oldest driver branch that runs it, by NVIDIA's compatibility table."""
 
 COMPILED_HERE = "transformer-engine-torch"
-"""Package that comes as source and is compiled against the installed torch, after everything else."""
+"""Package that is distributed as source, and compiled against the installed torch after all others."""
 
 FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
 """Packages whose wheels on the package index are for CUDA 13."""
 
 SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
-"""Prefixes of NVIDIA's packages that are not part of CUDA, which no torch brings."""
+"""Prefixes of NVIDIA's packages that are not part of CUDA, and are not installed with any torch."""
 
 
 def pinned_versions(lock: str) -> dict[str, str]:
-    """Return the version of each distribution in a lock file's text, a ``name==version`` a line.
+    """Return the version of each distribution in a lock file's text, which has lines ``name==version``.
 
     Example:
         >>> pinned_versions("# The GPU stack.\\nnvidia_ml_py==13.1  # for NVML\\n")
@@ -62,9 +64,9 @@ def _build_vllm(version: str) -> str:
 def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that is to be installed next to them.
 
-    ``versions`` maps the machine's distributions to their versions, ``pinned`` those of a lock file (see
-    `pinned_versions`). An error stops the installation; a warning names a package to try or to build
-    afterwards. Nothing is imported or installed.
+    ``versions`` are the versions of the machine's distributions, ``pinned`` the versions in a lock file (see
+    `pinned_versions`). A finding with level error stops the installation; a warning names a package to test
+    or to build afterwards. Nothing is imported or installed.
     """
     findings = []
     torch = versions.get("torch")
@@ -75,13 +77,13 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
     extensions = [name for name in BUILT_TOGETHER if name in versions]
     extensions = [name for name in extensions if name not in ("torch", "triton")]
 
-    # Any other series of vLLM may have moved or changed the parts that a rank replaces.
+    # In other series of vLLM the parts that a rank replaces may have moved or changed.
     if vllm is not None and _series(vllm) not in series:
         findings.append(
             Finding(
                 "error",
                 "vllm",
-                f"{vllm} is here, and a rank replaces parts of vLLM {' or '.join(series)}",
+                f"{vllm} is installed, and a rank replaces parts of vLLM {' or '.join(series)}",
                 f"use a container with vLLM {series[-1]}, or with torch {pinned['torch']} and without vLLM",
             )
         )
@@ -112,16 +114,16 @@ def _series(version: str) -> str:
 
 
 def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's torch with the one that vLLM's wheel was built for."""
+    """Compare a machine's torch with the torch for which vLLM's wheel was built."""
     vllm = pinned["vllm"]
     if release(torch) != release(pinned["torch"]):
-        text = f"{torch} is here, and vLLM {vllm} is built for torch {pinned['torch']}"
+        text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
         return [Finding("error", "torch", text, _fix_of_another_torch(torch, pinned))]
 
-    # A vendor's own build of the same release: wheels for it usually load, which the import after the
-    # installation shows.
+    # With a vendor's build of the same release wheels usually load; importing them after the installation
+    # tests it.
     if "a0+" in torch or ".nv" in torch:
         text = f"{torch} is the vendor's build of the release that vLLM {vllm} is built for"
         return [Finding("warning", "torch", text, f"if `import vllm` fails afterwards, {_build_vllm(vllm)}")]
@@ -129,28 +131,29 @@ def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, 
 
 
 def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
-    """Return the fix for a torch release that the pinned vLLM was not built for."""
+    """Return the fix for a torch release for which the pinned vLLM was not built."""
     for series, built_for in TORCH_OF_VLLM.items():
         if release(torch) == release(built_for):
             return f"launch/setup.sh --gpu --vllm {series} installs the vLLM that is built for it"
 
     fix = f"use a container with torch {pinned['torch']}, or with a vLLM {_series(pinned['vllm'])} of its own"
-    # Only against a newer torch does a build from source succeed.
+    # A build from source succeeds only against a newer torch.
     if release(torch) > release(pinned["torch"]):
         fix += f"; or {_build_vllm(pinned['vllm'])}"
     return fix
 
 
 def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
-    """Return the lines of a lock file that have to be installed in addition to a machine's own packages.
+    """Return the lines of a lock file that must be installed in addition to a machine's own packages.
 
-    ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
-    packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
-    and so does a torch for another CUDA: NVIDIA's wheels in the lock are left out then.
+    ``lock`` is the file's text, with lines ``name==version``; ``versions`` are the versions of the machine's
+    own packages. If the machine has its own torch, or the torch for another CUDA is installed, that torch
+    comes with its CUDA libraries, and NVIDIA's wheels in the lock file are left out.
     """
     system_names = {distribution_name(name) for name in versions}
     excluded = system_names | {COMPILED_HERE}
-    # Its parts must have one version: a part from the lock does not load with the container's own parts.
+    # All parts of Transformer Engine must have one version: a part from the lock file does not load with the
+    # container's own parts.
     if "transformer-engine" in system_names:
         excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit != TOOLKIT:
@@ -168,7 +171,7 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
 
 
 def _is_device_library(name: str) -> bool:
-    """Return whether a distribution is one of the libraries that a wheel of torch brings."""
+    """Return whether a distribution is one of the libraries that are installed with a wheel of torch."""
     if name == "triton":
         return True
     return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
@@ -177,7 +180,7 @@ def _is_device_library(name: str) -> bool:
 def unfit_driver(driver: str, torch: str, toolkit: int = TOOLKIT) -> Finding | None:
     """Compare a driver's version with the CUDA of the torch that would be installed, in version ``torch``.
 
-    Done before anything is downloaded: a torch that the driver cannot run is 5 GB of packages.
+    This is checked before any download, since a torch that the driver cannot run is 5 GB of packages.
     """
     branch = release(driver)[0]
     oldest_branch = OLDEST_DRIVER[toolkit]

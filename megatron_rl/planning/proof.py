@@ -1,8 +1,8 @@
 """Tests of machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
 
 `doctor --gpu` runs `prove` on every rank. First come short measurements over the job's own communicators
-(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model in separate
-processes, so that a job that hangs or crashes is a finding and does not end the proof.
+(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model. The jobs run in
+separate processes, so that a job that hangs or crashes is reported as a finding and does not end the proof.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LinkProbe:
     seconds: float
     """Median time of one all-reduce, on the slowest rank."""
     correct: bool
-    """Whether its sum was right on every rank."""
+    """Whether the sum of the all-reduce was right on every rank."""
     clock_spread: float
     """Largest difference of the ranks' wall clocks in seconds, to within the duration of a barrier."""
     hosts: tuple[str, ...]
@@ -116,15 +116,15 @@ def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
 def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     """Return the pairs of ranks that send at the same time: `WITHIN` machines, and `ACROSS` machines.
 
-    Within a machine its ranks are paired in their order; across machines, ranks of the same index on two
-    machines. A rank without a partner is left out, and so is a kind without pairs.
+    Within a machine neighbouring ranks form pairs; across machines, ranks with the same index on two machines
+    do. Ranks without a partner are left out, and so is a kind without pairs.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
     machines = list(ranks_by_host.values())
 
-    # Neighbours without a partner, the last of an odd number, are dropped by zip.
+    # `zip` drops the last one of an odd number of ranks, which has no partner.
     pairs_within: list[tuple[int, int]] = []
     for ranks in machines:
         pairs_within += zip(ranks[::2], ranks[1::2], strict=False)
@@ -152,7 +152,7 @@ class PairProbe:
 
 
 def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairProbe:
-    """Time messages between the ranks of each pair, all at once. Collective over the world.
+    """Time messages between the ranks of each pair, all pairs at the same time. Collective over the world.
 
     The world's communicator must have been used before, as `probe_links` does.
     """
@@ -192,7 +192,7 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
 
 
 def _partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Return the other rank of the pair that has this rank, None if no pair has it."""
+    """Return the other rank of the pair that contains this rank, or None if no pair contains it."""
     for first, second in pairs:
         if rank == first:
             return second
@@ -215,12 +215,12 @@ class DeviceProbe:
     memory: float
     """Bytes per second of its memory."""
     host: float | None
-    """Bytes per second to host memory; None where the device is the host."""
+    """Bytes per second to host memory, or None if the device is the host."""
 
 
 def probe_devices() -> list[DeviceProbe]:
-    """Return the rates of all devices by rank, measured while all work. Collective over the world."""
-    # Large enough for a GPU's full rate; a host would take minutes for it.
+    """Return the rates of all devices by rank, measured at the same time. Collective over the world."""
+    # The size is large enough for a GPU's full rate. A host would take minutes for it.
     size = 8192
     block_bytes = 1024 * _MIB
     if device.on_host():
@@ -233,7 +233,7 @@ def probe_devices() -> list[DeviceProbe]:
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
-    # All devices work at once: they may share power, memory or a link to the host.
+    # Measure all devices at the same time: they may share power, memory or a link to the host.
     barrier()
 
     # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
@@ -265,7 +265,7 @@ def probe_kernel() -> tuple[bool, str]:
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
-    """Return the median time of a call in seconds, without the first one, which warms up."""
+    """Return the median time of several calls in seconds, without the first one, which warms up."""
     seconds = [_seconds(call) for _ in range(_REPEATS + 1)]
     return median(seconds[1:])
 
@@ -284,25 +284,25 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """Job that every rank joins, in a process of its own.
+    """Small job in which every rank takes part, in a separate process.
 
     Example: ``Task("train", "resume from the checkpoint", "train", ("steps=3",), "compare metrics")``.
     """
 
     name: str
-    """Folder of the job's run, below that of the proof."""
+    """Folder of the job's run, in the folder of the proof."""
     shows: str
-    """Capability of the machines that the job tests; the name of its finding."""
+    """Capability of the machines that the job tests, which is the name of its finding."""
     command: str
     """Command of megatron_rl."""
     changes: tuple[str, ...]
-    """Overrides of the settings."""
+    """Overrides of the configuration in `job_settings`."""
     fix: str
-    """Advice where the job fails."""
+    """Advice if the job fails."""
 
 
 def list_tasks(folder: Path, world: int) -> list[Task]:
-    """Return the jobs in the order in which they run; the comparison with one rank needs several ranks."""
+    """Return the jobs in the order in which they run; with one rank, without the job on all ranks."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
 
     # The first two jobs train the same steps, whose losses and gradient norms are compared.
@@ -328,7 +328,7 @@ def list_tasks(folder: Path, world: int) -> list[Task]:
             (f"steps={_STEPS}",),
             "try rollout.engine=torch: if that passes, vLLM does not fit this machine",
         ),
-        # The same folder as the previous job, so that one more step resumes from its checkpoint.
+        # This job has the folder of the previous one, so that one more step resumes from its checkpoint.
         Task(
             "train",
             "resume from the checkpoint",
@@ -338,7 +338,7 @@ def list_tasks(folder: Path, world: int) -> list[Task]:
         ),
     ]
 
-    # With one rank, the second job would repeat the first.
+    # With one rank the second job would repeat the first one.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
@@ -373,7 +373,7 @@ def _dtype(on_host: bool) -> str:
 
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
-    """Yield a finding per step of the proof; an error is the last. Collective over the world."""
+    """Yield a finding for each step of the proof, which ends after an error. Collective over the world."""
     # Measure first: the communicators are destroyed before the small jobs start.
     leave_with_launcher()
     device.initialize(_JOIN_SECONDS)
@@ -425,25 +425,25 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
 
 
 def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
-    """Write model, data and configuration, and remove the runs of an earlier proof.
+    """Write model, data and configuration of the jobs, and remove the runs of an earlier proof.
 
-    Raises UserError for a folder with other contents.
+    Raises UserError if the folder has other contents.
     """
     if not _has_material(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
-            "the folder has files that are not of a proof",
+            "the folder contains files that no proof has written",
             where="--out",
-            expected="an empty folder, or one of an earlier proof",
+            expected="an empty folder, or the folder of an earlier proof",
             got=str(folder),
             fix="name another folder",
         )
 
-    # Two ranks have all jobs, also those that a proof of one rank leaves out.
+    # The jobs of two ranks include the job that a proof on one rank leaves out.
     task_names = {task.name for task in list_tasks(folder, 2)}
     for name in task_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
 
-    # The host trains the small model in seconds, a GPU a larger one.
+    # A host trains the small model in seconds, a GPU the medium one.
     model_size = "medium"
     if on_host:
         model_size = "small"
@@ -455,7 +455,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
 
 
 def _has_material(folder: Path) -> bool:
-    """Return whether this machine sees the files of a proof in the folder."""
+    """Return whether the files of a proof in the folder are visible on this machine."""
     return (folder / "proof.yaml").is_file()
 
 
@@ -472,7 +472,7 @@ def _run_task(task: Task, folder: Path) -> Finding:
         f"run_dir={folder / task.name}",
         *task.changes,
     ]
-    # The launcher would take an error file that the job writes for that of this process.
+    # Unset the error file: the launcher would attribute the errors that the job writes to this process.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
 
     with log.open("wb") as output:
@@ -501,7 +501,7 @@ def link_findings(links: LinkProbe) -> list[Finding]:
     if device.on_host():
         slow_rate = SLOW_HOST_LINK
 
-    # A wrong sum is an error at any rate; a slow link is a warning.
+    # A wrong sum is always an error, a slow link only a warning.
     if not links.correct:
         fix = "check the network's driver and firmware"
         reduce_finding = Finding("error", "all-reduce", f"wrong sum; {text}", fix)
@@ -531,7 +531,7 @@ def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
 
 
 def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
-    """Yield the rates of the slowest rank, a warning each if it is far behind the others."""
+    """Yield a finding for each rate of the slowest rank, a warning if it is far below the median."""
     for name, attribute, unit, scale in (
         ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
         ("memory", "memory", "GB/s", GB),
@@ -560,11 +560,14 @@ def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
 
 
 def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
-    """Return the difference of the steps on all ranks from those on one; an error beyond ``tolerance``."""
+    """Compare the steps on all ranks with the steps on one rank; return an error beyond ``tolerance``.
+
+    Otherwise the result is ``finding`` with the largest relative difference added to its text.
+    """
     one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
     all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
 
-    # The largest relative difference of all steps and numbers decides.
+    # The largest relative difference over all steps and numbers decides.
     differences = []
     for expected_line, actual_line in zip(one_rank, all_ranks, strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
@@ -576,18 +579,18 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 
     largest_difference, text = max(differences)
     if largest_difference <= tolerance:
-        agreement = f"loss and gradient norm as on one rank, to {largest_difference:.1g} of them"
+        agreement = f"loss and gradient norm differ from one rank by at most {largest_difference:.1g} of them"
         return Finding("ok", finding.name, f"{finding.text}; {agreement}")
     fix = "keep both folders and report them: no run on these machines can be trusted"
     return Finding("error", finding.name, f"{text}, which differ by {largest_difference:.2%}", fix)
 
 
 def run_findings(folder: Path) -> Iterator[Finding]:
-    """Yield the rates of the final step of the small model's run."""
+    """Yield findings on the weight sync and the duration of the final step of the small model's run."""
     lines = read_metrics(RunFolder(folder / "train").metrics)
     # The times of the final step contain no compilation or other warm-up.
     final = lines[-1]
-    # A line has the time of the checkpoint before its step, so the first line of a process lacks it.
+    # A line contains the time of the checkpoint before its step, so the first line of a process has none.
     checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
 
     sync_bytes = final["reshard/bytes_received_max"] + final["reshard/bytes_local_max"]
@@ -607,10 +610,10 @@ def run_findings(folder: Path) -> Iterator[Finding]:
 def measured_constants(
     devices: Sequence[DeviceProbe], pairs: Mapping[str, float], constants: Constants
 ) -> dict[str, Any]:
-    """Return an override of the planner's constants with the measured rates; empty for an unlisted device.
+    """Return an override of the planner's constants with the measured rates, empty for an unknown device.
 
     The planner multiplies a link's nominal rate by its efficiency, so the override is the measured rate
-    divided by that efficiency. The slowest rank counts. ``pairs`` are bytes per second by kind.
+    divided by that efficiency. The slowest rank determines each rate. ``pairs`` are bytes/s by kind.
     """
     # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
     name_parts = devices[0].name.lower().split()
@@ -618,7 +621,7 @@ def measured_constants(
     if not names:
         return {}
 
-    # The slowest device sets the pace of all.
+    # The slowest device determines the speed of the job.
     gpu = constants.gpus[names[0]]
     efficiency = constants.efficiency
     flops = min(probe.flops for probe in devices)

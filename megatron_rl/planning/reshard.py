@@ -1,6 +1,6 @@
 """Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
 
-The idea: a plan depends on boxes alone, and boxes follow from a model's config and a layout. So one process
+The idea: a plan depends only on boxes, and boxes follow from a model's config and a layout. So one process
 computes the boxes of all ranks and builds the plan that the ranks of a job would build.
 """
 
@@ -30,7 +30,7 @@ from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
-from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule
+from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule_phases
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 """Short name -> size of a layout, such as tp -> tensor."""
@@ -38,47 +38,44 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Summary:
-    """Cost of a plan; bytes are per rank unless a field is over all ranks together.
-
-    `plan-reshard` prints it.
-    """
+    """Cost of a plan, which `plan-reshard` prints; bytes are per rank unless a field says otherwise."""
 
     model_bytes: int
     """Bytes of one complete copy of the model."""
     received_least: int
-    """Fewest bytes that a rank of the engine receives."""
+    """Smallest number of bytes that a rank of the engine receives."""
     received_mean: float
     """Mean bytes that a rank of the engine receives."""
     received_most: int
-    """Most bytes that a rank of the engine receives."""
+    """Largest number of bytes that a rank of the engine receives."""
     sent_most: int
-    """Most bytes that a rank sends."""
+    """Largest number of bytes that a rank sends."""
     local_mean: float
     """Mean bytes that a rank of the engine copies from its own actor weights."""
     inside_nodes: int
-    """Bytes of all ranks together that stay inside a node."""
+    """Bytes that all ranks together send inside their nodes."""
     across_nodes: int
-    """Bytes of all ranks together that leave a node."""
+    """Bytes that all ranks together send to other nodes."""
     messages: int
-    """Messages of all ranks together."""
+    """Number of messages of all ranks together."""
     messages_most: int
-    """Most messages that a rank sends, or receives."""
+    """Largest number of messages that a rank sends or receives."""
     peers_most: int
-    """Most ranks that a rank exchanges messages with: its connections."""
+    """Largest number of ranks with which a rank exchanges messages, each over a separate connection."""
     peers_mean: float
-    """Mean number of ranks that a rank exchanges messages with."""
+    """Mean number of ranks with which a rank exchanges messages."""
     staging_most: int
-    """Most bytes of staging buffers."""
+    """Largest number of bytes of staging buffers on a rank."""
     redundant_most: int
-    """Most bytes that a rank receives although it already has them."""
+    """Largest number of bytes that a rank receives although it already has them."""
     seconds: Mapping[str, float]
-    """Predicted seconds by cluster, without those of the connections."""
+    """Predicted seconds of a transfer by cluster, without the time to connect."""
     connect_seconds: float
-    """Seconds that the first transfer takes more, to connect a rank with its peers."""
+    """Additional seconds of the first transfer, in which a rank connects to its peers."""
 
 
 def read_layout(text: str, option: str = "--from") -> dict[str, int]:
-    """Parse ``tp8pp8dp2`` into sizes by name; raises UserError for anything else."""
+    """Parse a text such as ``tp8pp8dp2`` into sizes by name; raise UserError if it is not a layout."""
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
 
@@ -100,7 +97,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
 
 
 def find_config(model: str) -> Any:
-    """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
+    """Return the transformers config of a model by name or path; raise UserError for an unknown model."""
     values = dict(engine_config(named_config(model)[1]))
     # transformers has one configuration class for each model type.
     try:
@@ -113,7 +110,7 @@ def find_config(model: str) -> Any:
 def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
     """Return the layout of ranks 0, 1, … with these sizes; ``data`` defaults to 1.
 
-    Raises UserError for more than `MAX_WORLD` ranks, before it makes a tuple of them.
+    Raises UserError for more than `MAX_WORLD` ranks, before their tuple is created.
     """
     count = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
@@ -145,9 +142,9 @@ def plan_offline(
 ) -> ReshardPlan:
     """Build the plan that the ranks themselves would build, in the rank order that a run would choose.
 
-    ``settings`` are Megatron's for uneven stages; None derives them from the number of layers. With
-    ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora``
-    adapters alone are transferred.
+    ``settings`` are Megatron's for uneven stages; if None, they are derived from the number of layers. With
+    ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora`` only
+    adapters are transferred.
     """
     model = pretrained(hf_config)
     if settings is None:
@@ -172,7 +169,7 @@ def plan_offline(
     )
     order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
 
-    # With adapters the engine has the base already, and only their tensors are sent.
+    # With adapters the engine already has the base, and only the tensors of adapters are sent.
     if lora is not None:
         model = adapted(model, lora.rank, None, lora.targets)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
@@ -203,7 +200,7 @@ def engine_layout(
             source = tensor_spec.source
             cut = engine_slice(source, tensor_rank, tensor, model.shape.kv_heads)
             if whole_experts and tensor_spec.expert is not None:
-                # All rows of an expert on one rank of the replica, none on the others.
+                # An expert is complete on one rank of the replica, and absent on the others.
                 cut = Slice(0, 0, 0)
                 if tensor_spec.expert in experts:
                     cut = Slice(0, 0, source.shape[0])
@@ -222,7 +219,10 @@ def engine_layout(
 
 
 def _slice_boxes(name: str, source: Source, cut: Slice) -> list[TensorBox]:
-    """Return a slice of a weight as boxes of the checkpoint's tensor; a plan needs no offsets and strides."""
+    """Return a slice of a weight as boxes of the checkpoint's tensor, without offsets and strides.
+
+    A plan does not need the latter.
+    """
     start = [0] * len(source.shape)
     size = list(source.shape)
     start[cut.dim] = cut.start
@@ -254,23 +254,23 @@ def summarise(
 
     Raises UserError for a cluster that is not in the constants, and for staging buffers that are too small.
     """
-    # The schedule divides the transfer into phases that fit the staging buffers.
+    # The schedule divides the transfer into phases that fit into the staging buffers.
     try:
-        transfers = schedule(plan, staging)
+        transfers = schedule_phases(plan, staging)
     except ValueError as error:
         raise UserError(
             "the staging memory is too small",
             where="--staging-bytes",
             expected="room for a row of the largest tensor in every stream",
             got=str(error),
-            fix="give more",
+            fix="increase --staging-bytes",
         ) from error
 
     received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]
     nodes = {rank: rank // ranks_per_node for rank in plan.ranks}
     inside_nodes, across_nodes = plan.bytes_between(nodes)
 
-    # A region of several bundles counts once.
+    # Count a region that is in several bundles once.
     region_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
     for bundle in plan.bundles:
         for region in bundle.regions:
@@ -319,7 +319,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
     """Return predicted seconds on a machine, until the slowest rank has exchanged its messages.
 
-    Connections are reused from earlier transfers.
+    Connections are assumed to exist from an earlier transfer.
     """
     domain = machine.cluster.domain
 
@@ -336,7 +336,7 @@ def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) ->
             else:
                 remote_bytes[end] += num_bytes
 
-    # A transfer without messages between ranks has its fixed part.
+    # A transfer without messages between ranks still takes the fixed time.
     slowest = copy_seconds(machine, 0.0)
     message_seconds = machine.constants.weight_sync.message_seconds
     for end, num_messages in messages.items():
@@ -356,10 +356,10 @@ def megatron_layout(
     overrides: Mapping[str, Any] | None = None,
     lora: Lora | None = None,
 ) -> list[BoxGroup]:
-    """Return the boxes of a model, or with ``lora`` of its adapters alone, on every rank of a layout.
+    """Return the boxes of a model, or with ``lora`` only of its adapters, on every rank of a layout.
 
-    If the model has experts, which are sharded differently, a rank is in two groups. Storages are parameter
-    names with layers numbered over the whole model.
+    Experts are sharded differently from other parameters, so a rank of a model with experts is in two groups.
+    Storages are parameter names with layers numbered over the whole model.
     """
     model = model_spec(hf_config, layout, dtype, overrides).model
     if lora is not None:
@@ -390,7 +390,7 @@ def megatron_layout(
         if not model.shape.experts:
             continue
 
-        # Experts divide the same ranks again: expert-tensor-parallel fastest, then expert-parallel.
+        # Experts divide the same ranks again: expert-tensor-parallel ranks vary fastest, then expert ranks.
         ranks_by_shard: dict[tuple[int, int], list[int]] = defaultdict(list)
         for position, rank in enumerate(stage_ranks):
             outer_position, expert_tensor_rank = divmod(position, layout.expert_tensor)
@@ -434,7 +434,7 @@ def expert_shapes(
     layout: ParallelLayout,
     layers: list[int],
 ) -> Shapes:
-    """Return the shapes of the parameters of a rank's experts, where each expert is a separate module."""
+    """Return the shapes of the parameters of a rank's experts, with each expert as a separate module."""
     shapes: Shapes = {}
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]

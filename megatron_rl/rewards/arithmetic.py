@@ -13,7 +13,7 @@ def exact_match(
     ground_truth: Any,
     metadata: Mapping[str, Any],
 ) -> float:
-    """Return 1.0 for a response that equals the ground truth apart from outer whitespace, else 0.0."""
+    """Return 1.0 if the response equals the ground truth, apart from outer whitespace, else 0.0."""
     return float(response.strip() == str(ground_truth).strip())
 
 

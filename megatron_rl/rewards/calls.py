@@ -1,7 +1,8 @@
-"""The trainer's side of a worker process: calls of a reward function, sent and answered.
+"""Trainer's side of a worker process: it sends calls of a reward function and receives the answers.
 
-The one idea: a worker has numbered calls, and each of them is answered, lost with the process, or tried
-alone. Importable without torch, so that `check` starts the same processes as a run.
+The one idea: calls have numbers, and each ends in one of three ways. It is answered, it fails with the
+process, or it is sent again to a process without other calls. The module can be imported without torch, so
+that `check` starts the same processes as a run.
 """
 
 from __future__ import annotations
@@ -30,42 +31,43 @@ from megatron_rl.rewards.worker import (
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
 RESTART_SECONDS = 60.0
-"""Time after which no further try begins."""
+"""Time after the first attempt from which no further one begins."""
 GRACE_SECONDS = 2.0
-"""Time that a coroutine has to end after it was cancelled at its limit; then its process is replaced."""
+"""Time in which a coroutine must end after it was cancelled at its limit; then its process is replaced."""
 
 
 @dataclass
 class Call:
     """One call of the function, for a sample or for all samples of a group."""
 
-    item: dict[str, Any]
-    """Arguments by name."""
+    arguments: dict[str, Any]
+    """Name -> value."""
     rows: tuple[int, ...]
     """Indices of the samples."""
     alone: bool = False
-    """Whether it needs a process for itself: it was open when a process ended, and may be the cause."""
-    since: float = 0.0
-    """Time (monotonic) at which its clock started."""
+    """Whether no other call may be open in its process: it was open when one ended, and may be the cause."""
+    start_time: float = 0.0
+    """Time (monotonic, seconds) from which its time limit counts."""
 
 
 class Worker:
     """Worker process, with the calls that it has not answered yet.
 
-    Calls are numbered over the worker's life. A plain function answers them in that order, and the clock of
-    one starts when the previous one has ended. The calls of a coroutine function are open at the same time.
+    Calls are numbered over the worker's life. A plain function answers them in that order, and the time limit
+    of a call counts from the end of the previous one. A coroutine function runs its calls concurrently. A
+    function with ``returns_text`` returns text or messages for a sample, and no reward.
     """
 
     def __init__(
         self,
         config: RewardConfig,
         key: str,
-        writes: bool = False,
+        returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> None:
         self.config = config
         self._key = key
-        self._writes = writes
+        self._returns_text = returns_text
         self._extra_arguments = extra_arguments
 
         self.calls: dict[int, Call] = {}
@@ -79,7 +81,7 @@ class Worker:
         self.replies = self.process.replies
 
     def await_ready(self) -> list[str]:
-        """Wait until the function is loaded and return the limits that are not enforced, as texts.
+        """Wait until the function is loaded; return descriptions of limits that the kernel does not enforce.
 
         Raises UserError for a function that cannot be loaded or called.
         """
@@ -89,7 +91,7 @@ class Worker:
             ready = self.process.load(
                 function,
                 dict(config.arguments),
-                self._writes,
+                self._returns_text,
                 config.timeout,
             )
         except LoadFailed as error:
@@ -99,7 +101,7 @@ class Worker:
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
 
-        self.traits = Traits.read(ready)
+        self.traits = Traits.from_frame(ready)
         self._require_parameters()
         return [str(item) for item in ready.get("missing", ())]
 
@@ -133,49 +135,50 @@ class Worker:
             fix=fix,
         )
 
-    def take(self, waiting: deque[Call], share: int) -> None:
-        """Send as many of the waiting calls as the worker has room for.
+    def send_calls(self, queue: deque[Call], max_calls: int) -> None:
+        """Move calls from the queue to the worker, as many as it has room for.
 
-        ``share``: maximum number of calls for a plain function. A call that needs a process for itself is
-        sent alone.
+        ``max_calls``: largest number of calls for a plain function; a coroutine function gets as many as
+        ``concurrency`` allows. A call with ``alone`` is sent only to a worker without open calls.
         """
-        room = share
+        room = max_calls
         if self.traits.concurrent:
             room = self.config.concurrency - len(self.calls)
 
         # A plain function gets no calls in advance: another worker may be free earlier.
-        if not waiting or (self.calls and (waiting[0].alone or not self.traits.concurrent)):
+        if not queue or (self.calls and (queue[0].alone or not self.traits.concurrent)):
             return
         if any(call.alone for call in self.calls.values()):
             return
 
-        # Collect the calls of one message. A call that needs the process for itself gets its own message.
+        # Collect the calls of one message. A call with `alone` is the only one of its message.
         requests: list[tuple[int, dict[str, Any]]] = []
-        while waiting and len(requests) < room and not (waiting[0].alone and requests):
-            call = waiting.popleft()
-            call.since = time.monotonic()
+        while queue and len(requests) < room and not (queue[0].alone and requests):
+            call = queue.popleft()
+            call.start_time = time.monotonic()
             self.calls[self._next_number] = call
-            requests.append((self._next_number, call.item))
+            requests.append((self._next_number, call.arguments))
             self._next_number += 1
             if call.alone:
                 break
         if requests:
-            self.process.ask(requests)
+            self.process.send_request(requests)
 
     @property
     def deadline(self) -> float:
-        """Return the time (monotonic) by which the first of the open calls must have been answered."""
+        """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
         if not self.traits.concurrent:
-            return next(iter(self.calls.values())).since + self.config.timeout
-        # The worker itself cancels a call at its limit, if its event loop runs.
-        return min(call.since for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
+            return next(iter(self.calls.values())).start_time + self.config.timeout
+
+        # A worker whose event loop runs cancels a call itself at its limit, within the grace period.
+        return min(call.start_time for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
         """Store the replies that have arrived; return False if the process ended or violated the protocol."""
         frames, is_open = self.process.frames()
         for frame in frames:
-            # User code may have written the frame: its number must be an open call's; for a plain function
-            # the first one's.
+            # User code may have written the frame: its number must be that of an open call and, for a plain
+            # function, of the first open call.
             number = frame.get("call")
             call = None
             if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):
@@ -192,15 +195,16 @@ class Worker:
                 count_progress("rewards")
             del self.calls[number]
 
-            # The clock of the next call of a plain function starts now.
+            # The time limit of the next call of a plain function counts from now.
             if not self.traits.concurrent and self.calls:
-                next(iter(self.calls.values())).since = time.monotonic()
+                next(iter(self.calls.values())).start_time = time.monotonic()
         return is_open and self.process.protocol_error is None
 
-    def lost(self) -> tuple[list[Call], list[Call]]:
-        """Return the calls that ended the process, and the calls to send again.
+    def lost_calls(self) -> tuple[list[Call], list[Call]]:
+        """Return the open calls of a process that ended: those that fail, and those to send again.
 
-        Any of several open calls may be the cause: then each is tried alone.
+        The call that a plain function was running fails, and so does a single open call. Any of several
+        concurrent calls may be the cause, so each is sent again in a message of its own.
         """
         calls = list(self.calls.values())
         if not self.traits.concurrent or len(calls) == 1:
@@ -211,11 +215,11 @@ class Worker:
 def loading_errors(
     config: RewardConfig,
     key: str,
-    writes: bool,
+    returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
     """Load the configured function in a worker process, as a run does; return the error if it fails."""
-    worker = Worker(config, key, writes, extra_arguments)
+    worker = Worker(config, key, returns_text, extra_arguments)
     try:
         worker.await_ready()
     except UserError as error:

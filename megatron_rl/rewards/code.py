@@ -1,13 +1,13 @@
 """Rewards of programs by their tests: the reward function behind ``reward.code``, run contained.
 
-The one idea: the program decides its values, and nothing about how they are compared. It runs again for each
-test, in a process below the worker. The test runs in another process, which has the expected values and makes
-every comparison: it calls the program's functions and gets plain values back
+The one idea: a program only supplies values and has no part in their comparison. It is run anew for each
+test, in a child process of the worker. The test runs in another process, which has the expected values and
+makes every comparison: it calls the program's functions and receives plain values
 (`megatron_rl.rewards.program`). So a program that prints a verdict, ends early, defines its own ``isclose``
-or changes the interpreter has gained nothing.
+or changes the interpreter gains nothing.
 
-The program cannot read the memory or the pipes of worker and test, and whatever it leaves running is ended
-after each test. It sees the files that contained code sees; the data are not among them unless
+The program cannot read the memory or the pipes of worker and test, and processes that it leaves running are
+killed after each test. It can read the files that all contained code can read: not the data sets, unless
 ``limits.read`` names them.
 """
 
@@ -42,7 +42,7 @@ from megatron_rl.rewards import program as remote_program
 from megatron_rl.rewards.program import Peer
 
 LARGEST_OUTPUT = 2**20
-"""Bytes that a program may print in a test, and that any file of it may have."""
+"""Largest output of a program in one test, and largest file that it may write, in bytes."""
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 """Options of prctl(2), from <linux/prctl.h>."""
@@ -50,9 +50,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
 _LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
-"""An opening fence with other text in front of it on its line, which Markdown would not take for one."""
+"""An opening fence after other text on its line, which is not a fence in Markdown."""
 _INDENT = 3
-"""Columns by which a closing fence may be indented further than its opening one, as in CommonMark."""
+"""Columns that a closing fence may be indented further than its opening fence, as in CommonMark."""
 
 _STANDARD_MODULES = (
     "bisect",
@@ -75,7 +75,7 @@ _STANDARD_MODULES = (
     "typing",
 )
 _MODULES = {name: name for name in _STANDARD_MODULES} | {"np": "numpy", "numpy": "numpy"}
-"""Modules that a test may use without importing them, by the name that it uses."""
+"""Name in a test -> module that it may use under this name without importing it."""
 _NAMES = {
     "Counter": collections.Counter,
     "Decimal": decimal.Decimal,
@@ -85,14 +85,14 @@ _NAMES = {
     "deque": collections.deque,
     "isclose": math.isclose,
 }
-"""Further names that a test may use without importing them."""
+"""Name in a test -> object that it may use under this name without importing it."""
 _SOLUTION = "Solution"
-"""Class in which programs in the style of LeetCode define the function that is tested."""
+"""Class in which LeetCode-style programs define the function under test."""
 
 _PASSED = "passed"
 _FAILED = "failed"
 _UNREADABLE = "unreadable"
-"""Verdict of a test that only the program could decide."""
+"""Verdict of a test whose comparison only the program itself could make."""
 
 
 class Test(NamedTuple):
@@ -104,15 +104,15 @@ class Test(NamedTuple):
     """
 
     stdin: str = ""
-    """Text on standard input, of a test that compares the output."""
+    """Text on standard input, for a test that compares the output."""
     expected: Any = None
-    """Lines that must be printed, or the value that ``source`` must have."""
+    """Lines that the program must print, or the value that ``source`` must have."""
     source: str | None = None
-    """Python that calls the program: statements with assertions, or an expression."""
+    """Python code that calls the program: statements with assertions, or an expression."""
     returns: bool = False
     """Whether ``source`` is an expression whose value is compared with ``expected``."""
     function: str | None = None
-    """Function that ``source`` begins with, of a test in the form of APPS; it may be a method of Solution."""
+    """Function that ``source`` calls, in a test of the APPS format; it may be a method of ``Solution``."""
 
 
 class Block(NamedTuple):
@@ -133,16 +133,16 @@ def run_tests(
     timeout: float = 60.0,
     **_: Any,
 ) -> dict[str, float]:
-    """Return the reward of a program, with the share of its tests that it passed as ``passed``.
+    """Return the reward of the program in a response; the component ``passed`` is the share of passed tests.
 
-    Raises ValueError for a ground truth that is not a list of tests, and for a test that only the program
-    could decide.
+    Raises ValueError for a ground truth that is not a list of tests, and for a test whose comparison only the
+    program itself could make.
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + timeout
 
-    # No program may look into this process or write to its pipes, and what it leaves running becomes a child
-    # of this process, which ends it.
+    # Not dumpable: programs cannot inspect this process or write to its pipes. Subreaper: processes that a
+    # program leaves running become children of this process, which kills them.
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -150,7 +150,7 @@ def run_tests(
     source = program_of(response)
     passed = 0
     for test in tests:
-        if passes(source, test, min(test_timeout, deadline - time.monotonic())):
+        if passes_test(source, test, min(test_timeout, deadline - time.monotonic())):
             passed += 1
         elif scoring == "all":
             break
@@ -166,7 +166,7 @@ def run_tests(
 
 
 def program_of(response: str) -> str:
-    """Return the program of a response: its last block of Python, else its last block, else all of it.
+    """Return the program in a response: the last block of Python, else the last block, else the whole text.
 
     A block without a language counts as Python if no block is marked as Python, unless it only shows a value.
 
@@ -206,14 +206,14 @@ def fenced_blocks(text: str) -> Iterator[Block]:
                 lines = []
             continue
 
-        # Inside a block. A fence further to the right belongs to the block, such as an example in a
+        # Inside a block. A fence that is indented further is part of the block, such as an example in a
         # docstring.
         is_level = match is not None and len(match[1]) <= len(indent) + _INDENT
         if match is not None and is_level and match[2].startswith(fence) and not match[3]:
             yield Block(info, _block_text(lines, indent))
             fence = ""
         elif match is not None and is_level and _PYTHON.match(match[3]):
-            # The block before was never closed.
+            # The previous block was never closed.
             yield Block(info, _block_text(lines, indent))
             indent, fence, info = match.groups()
             lines = []
@@ -230,10 +230,10 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
 
 def _block_text(lines: list[str], indent: str) -> str:
-    """Return the lines of a block without the text in front of its opening fence: indentation, quotes."""
+    """Join the lines of a block without ``indent``: the spaces or quote marks before its opening fence."""
     text = ""
     for line in lines:
-        # An empty line of a quoted block has the mark without the space.
+        # An empty line of a quoted block has the quote mark without the space.
         prefix = indent if line.startswith(indent) else indent.rstrip()
         text += line.removeprefix(prefix) + "\n"
     return text
@@ -255,9 +255,10 @@ def _is_program(source: str) -> bool:
 
 
 def read_tests(ground_truth: Any) -> list[Test]:
-    """Return the tests of a ground truth: a list, tests in the form of APPS, JSON text of these, or Python.
+    """Parse the tests of a ground truth.
 
-    Raises ValueError for anything else.
+    It is a list of tests, the APPS format, JSON text of either, or Python code with assertions. Raises
+    ValueError for anything else.
 
     Example:
         >>> read_tests(["assert add(1, 2) == 3"])[0].source
@@ -273,11 +274,11 @@ def read_tests(ground_truth: Any) -> list[Test]:
         return _apps_tests(ground_truth)
     if not isinstance(ground_truth, list) or not ground_truth:
         raise ValueError(f"expected a list of tests as ground truth, got {ground_truth!r:.200}")
-    return [test for entry in ground_truth for test in _tests(entry)]
+    return [test for entry in ground_truth for test in _tests_of_entry(entry)]
 
 
-def _tests(entry: Any) -> list[Test]:
-    """Return the tests of one entry of a list; raises ValueError."""
+def _tests_of_entry(entry: Any) -> list[Test]:
+    """Parse one entry of a list of tests; raises ValueError for an unknown form."""
     if isinstance(entry, str):
         return _assertion_tests(entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("call"), str) and "returns" in entry:
@@ -291,26 +292,26 @@ def _tests(entry: Any) -> list[Test]:
 
 
 def _output_test(stdin: Any, stdout: Any) -> Test:
-    """Return the test of a program's output; ``stdin`` may be a number or absent."""
+    """Return a test of the program's output; ``stdin`` may also be a number or None."""
     input_text = ""
     if _is_text(stdin):
-        input_text = _joined(stdin)
+        input_text = _join_lines(stdin)
     elif stdin is not None:
         input_text = str(stdin)
-    return Test(stdin=input_text, expected=_lines(_joined(stdout)))
+    return Test(stdin=input_text, expected=_lines(_join_lines(stdout)))
 
 
 def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
-    """Return tests in the form of APPS, TACO and PRIME: ``inputs``, ``outputs`` and optionally ``fn_name``.
+    """Parse tests in the format of APPS, TACO and PRIME: ``inputs``, ``outputs`` and optionally ``fn_name``.
 
-    With ``fn_name`` an input is the list of the function's arguments; without, it is the standard input.
-    Raises ValueError for lists that do not fit together.
+    With ``fn_name`` an input is the list of the function's arguments; without it, an input is the text on
+    standard input. Raises ValueError for lists of different lengths and for values of the wrong type.
 
     Example:
         >>> read_tests({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})[0].source
         'add(*[1, 2])'
     """
-    # A test per pair of an input and an output.
+    # One test per pair of an input and an output.
     inputs = ground_truth["inputs"]
     outputs = ground_truth["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
@@ -338,23 +339,24 @@ def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is text, or a list of its lines."""
+    """Return whether a value is text, or text as a list of lines."""
     if isinstance(value, list):
         return all(isinstance(line, str) for line in value)
     return isinstance(value, str)
 
 
-def _joined(value: str | list[str]) -> str:
+def _join_lines(value: str | list[str]) -> str:
+    """Return text that may be given as a list of lines."""
     if isinstance(value, str):
         return value
     return "\n".join(value)
 
 
 def _assertion_tests(text: str) -> list[Test]:
-    """Return the tests in Python text: one per assertion, with the statements in front of it.
+    """Return the tests in Python code: one per top-level assertion, with all statements before it.
 
-    Statements without an assertion at their level are one test together, such as a function that asserts
-    and the call of it. Raises ValueError for text without an assertion.
+    Code whose assertions are all nested is a single test, such as a function that asserts and a call of it.
+    Raises ValueError for text without an assertion.
     """
     try:
         tree = ast.parse(textwrap.dedent(text).strip())
@@ -378,13 +380,16 @@ def _assertion_tests(text: str) -> list[Test]:
 
 
 def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None:
-    """Raise ValueError for an assertion whose outcome the program could decide by itself."""
+    """Raise ValueError for an assertion whose outcome the program itself could decide.
+
+    ``preceding``: statements before the assertion.
+    """
     names = _program_names([*preceding, statement])
     condition = statement.test
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         condition = condition.operand
 
-    # `assert f(2) == g(2)`: equality of two of the program's objects is the program's.
+    # `assert f(2) == g(2)`: the program may define how two of its objects compare.
     if isinstance(condition, ast.Compare):
         sides = (condition.left, *condition.comparators)
         if all(_is_of_program(side, names) for side in sides):
@@ -401,19 +406,20 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
 
 
 def _undecidable(statement: ast.Assert, reason: str) -> ValueError:
+    """Return the error for an assertion that the program itself could decide."""
     return ValueError(f"a test that the program decides, {reason}: {ast.unparse(statement)!r:.200}")
 
 
 def _is_of_program(node: ast.AST, names: set[str]) -> bool:
-    """Return whether an expression is a call, attribute or item of one of the program's names."""
+    """Return whether an expression is one of the program's ``names``, or a call, attribute or item of one."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return isinstance(node, ast.Name) and node.id in names
 
 
 def _free_names(statements: list[ast.stmt]) -> list[str]:
-    """Return the names that statements use and do not bind anywhere, in order of their use."""
-    # Scopes are not distinguished: a name that is bound anywhere in a test is the test's own.
+    """Return the names that statements read and do not bind anywhere, in order of first use."""
+    # Scopes are not distinguished: a name that is bound anywhere in a test belongs to the test.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
 
@@ -434,26 +440,28 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
     return [name for name in loaded_names if name not in bound_names]
 
 
-def _is_ours(name: str) -> bool:
+def _is_predefined(name: str) -> bool:
+    """Return whether every test may use a name: a module or name of the tables above, or a built-in."""
     return name in _MODULES or name in _NAMES or hasattr(builtins, name)
 
 
 def _program_names(statements: list[ast.stmt]) -> set[str]:
-    """Return the names that a test expects of the program.
+    """Return the names that a test expects the program to define.
 
-    Python's built-in names count only in a test without other names: the program may define ``sorted``.
+    Predefined names such as ``sorted`` count only in a test without other names, which then tests the
+    program's own ``sorted``.
     """
     free_names = _free_names(statements)
-    return {name for name in free_names if not _is_ours(name)} or set(free_names)
+    return {name for name in free_names if not _is_predefined(name)} or set(free_names)
 
 
 # Running a test
 
 
-def passes(source: str, test: Test, seconds: float) -> bool:
+def passes_test(source: str, test: Test, seconds: float) -> bool:
     """Run the program ``source`` once, for at most ``seconds``, and return whether it passes the test.
 
-    Raises ValueError if only the program could compare a value of its own.
+    Raises ValueError if the test compares an object that only the program itself could compare.
     """
     if seconds <= 0:
         return False
@@ -463,17 +471,18 @@ def passes(source: str, test: Test, seconds: float) -> bool:
         path = Path(folder, "program.py")
         path.write_text(source, encoding="utf-8", errors="replace")
         if test.source is None:
-            return _prints(path, test, seconds)
+            return _prints_expected(path, test, seconds)
         verdict, reason = _verdict_of_call(path, test, seconds)
+
     if verdict == _UNREADABLE:
         raise ValueError(f"a test has no outcome: {reason}: {test.source!r:.200}")
     return verdict == _PASSED
 
 
-def _prints(program: Path, test: Test, seconds: float) -> bool:
+def _prints_expected(program: Path, test: Test, seconds: float) -> bool:
     """Return whether a program prints the expected lines and ends without an error."""
-    # Files of a temporary folder, and no pipes: contained code makes no files in memory, which no limit
-    # counts.
+    # Temporary files need no reader while the program runs, unlike pipes. Files in memory are forbidden to
+    # contained code, since no limit counts them.
     with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
         stdin = input_file.fileno()
         stdout = output_file.fileno()
@@ -497,16 +506,17 @@ def _verdict_of_call(
     test: Test,
     seconds: float,
 ) -> tuple[str, str]:
-    """Run program and test, each in a process of its own; return the verdict and its reason."""
+    """Run program and test in two separate processes; return the verdict and its reason."""
     deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as running:
-        # This process closes its ends of the pipes, so that each process sees the end of the other.
-        with contextlib.ExitStack() as handed_over:
-            requests_read, requests_write = _pipe(handed_over)
-            answers_read, answers_write = _pipe(handed_over)
+    with contextlib.ExitStack() as cleanup:
+        # This process closes its copies of the pipes' ends, so that program and test each get an end of file
+        # when the other exits.
+        with contextlib.ExitStack() as inherited_ends:
+            requests_read, requests_write = _pipe(inherited_ends)
+            answers_read, answers_write = _pipe(inherited_ends)
             verdict_read, verdict_write = os.pipe()
-            running.callback(os.close, verdict_read)
-            handed_over.callback(os.close, verdict_write)
+            cleanup.callback(os.close, verdict_read)
+            inherited_ends.callback(os.close, verdict_write)
             process = _start(
                 [remote_program.__file__, str(program), str(requests_read), str(answers_write)],
                 program.parent,
@@ -514,9 +524,9 @@ def _verdict_of_call(
                 subprocess.DEVNULL,
                 (requests_read, answers_write),
             )
-            running.callback(_end, process)
+            cleanup.callback(_end, process)
 
-            # The test is a fork of this process: it starts at once, and programs cannot inspect it either.
+            # The test is a fork of this process: it starts fast, and programs cannot inspect it either.
             if os.fork() == 0:
                 os.close(requests_read)
                 os.close(answers_write)
@@ -525,7 +535,7 @@ def _verdict_of_call(
 
     try:
         verdict, reason = json.loads(text)
-    except ValueError:  # the time is over, or the test used up its memory
+    except ValueError:  # the deadline passed, or the test ran out of memory
         return _FAILED, ""
     return verdict, reason
 
@@ -539,7 +549,7 @@ def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _read_until(descriptor: int, deadline: float) -> bytes:
-    """Return the bytes written until the other end is closed; none if that takes too long."""
+    """Read a pipe until its other end is closed; return no bytes if the deadline passes first."""
     text = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(descriptor, 1 << 16)
@@ -551,39 +561,45 @@ def _read_until(descriptor: int, deadline: float) -> bytes:
 
 def _run_test(
     test: Test,
-    reads: int,
-    writes: int,
+    read_end: int,
+    write_end: int,
     verdict_write: int,
 ) -> None:
-    """Run a test in this process, write the verdict and exit."""
-    outcome = _FAILED
+    """Run a test in this process, write the verdict to a pipe and exit.
+
+    ``read_end`` and ``write_end`` are the pipes of the program; all three are file descriptors.
+    """
+    verdict = _FAILED
     reason = ""
     try:
-        # Code of the test prints nothing into the worker's streams.
+        # The test must not print into the worker's streams, which carry its answers.
         null_device = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null_device, descriptor)
 
-        peer = Peer(reads, writes)
+        peer = Peer(read_end, write_end)
         try:
-            if _holds(test, peer):
-                outcome = _PASSED
+            if _succeeds(test, peer):
+                verdict = _PASSED
         finally:
             if peer.reason is not None:
-                outcome = _UNREADABLE
+                verdict = _UNREADABLE
                 reason = peer.reason
-    except BaseException:  # an assertion fails, or the program raised, ended or answered nonsense
+    except BaseException:  # an assertion failed, or the program raised, exited or sent a malformed answer
         pass
     finally:
-        os.write(verdict_write, json.dumps([outcome, reason]).encode())
+        os.write(verdict_write, json.dumps([verdict, reason]).encode())
         os._exit(0)
 
 
-def _holds(test: Test, peer: Peer) -> bool:
-    """Return whether a test's expression has the expected value; raises what its statements raise."""
+def _succeeds(test: Test, peer: Peer) -> bool:
+    """Run a test and return whether its expression has the expected value, or True for statements.
+
+    Raises the exceptions of the statements, such as AssertionError.
+    """
     source = test.source
     assert source is not None
-    if test.function is not None and not peer.ask("defines", test.function):
+    if test.function is not None and not peer.request("defines", test.function):
         source = f"{_SOLUTION}().{source}"
 
     tree = ast.parse(source)
@@ -595,20 +611,20 @@ def _holds(test: Test, peer: Peer) -> bool:
     value = eval(compile(source.strip(), "test", "eval"), names)
     if _is_same(value, test.expected):
         return True
-    # APPS puts the output of a function into a list of its own, in most records.
+    # Most records of APPS wrap the expected output of a function in a list.
     is_wrapped = test.function is not None and isinstance(test.expected, list) and len(test.expected) == 1
     return is_wrapped and _is_same(value, test.expected[0])
 
 
 def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
-    """Return the values of a test's free names: the program's objects, and Python's own."""
-    # The program's own names come first; its other names cannot shadow Python's.
+    """Return the values of a test's free names: objects of the program, and predefined ones."""
+    # Names that the test expects of the program come first. Its other names must not shadow predefined ones.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}
 
     for name in _free_names(tree.body):
-        if name in program_names and peer.ask("defines", name):
-            values[name] = peer.ask("name", name)
+        if name in program_names and peer.request("defines", name):
+            values[name] = peer.request("name", name)
         elif name in _MODULES:
             values[name] = importlib.import_module(_MODULES[name])
         elif name in _NAMES:
@@ -624,7 +640,10 @@ def _start(
     stdout: int,
     descriptors: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start Python on a program, isolated from the environment and in a session of its own."""
+    """Start a Python process with ``arguments``, isolated from the environment, in a new session.
+
+    ``descriptors`` are file descriptors that it inherits.
+    """
     return subprocess.Popen(
         [sys.executable, "-I", *arguments],
         stdin=stdin,
@@ -639,14 +658,14 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all processes that it started."""
+    """Kill a program and all processes that it started."""
     process.send_signal(signal.SIGKILL)
     process.wait()
     end_descendants()
 
 
 def _limit_files() -> None:
-    """Limit the size of every file that this process writes, its output included."""
+    """Limit the size of every file that this process writes, including its output."""
     limit = LARGEST_OUTPUT
     hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if hard_limit != resource.RLIM_INFINITY:
@@ -654,18 +673,18 @@ def _limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
-# Comparing
+# Comparison
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Return whether a value is the expected one; tuples and arrays may be lists, keys of JSON are text."""
+    """Return whether a value equals the expected one, directly or as JSON (tuples and arrays as lists)."""
     if type(value) is type(expected) and value == expected:
         return True
     return bool(_plain(value) == _plain(expected))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON would hold it, as far as it can."""
+    """Convert a value to the types of JSON, as far as possible."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple | collections.deque | range):

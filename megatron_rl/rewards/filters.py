@@ -1,8 +1,9 @@
-"""Filters of responses: responses that get no reward and are not trained on, or get a fixed reward.
+"""Filters of responses: a removed response is dropped from training, or gets a fixed reward.
 
-The one idea: a removed response is an answer like a reward. It has a reason, `FILTERED`, and the name of the
-filter as message, so that it travels and is saved as rewards are. A user's filter runs as a reward function
-does, contained and with its limits; a filter that fails makes its sample invalid.
+The one idea: the result of a filter is an `Answer`, like a reward, so that it is sent between ranks and saved
+like a reward. For a removed response its reason is `FILTERED`, and its message is the name of the filter. A
+user's filter runs as a reward function does, contained and with its limits; a filter that fails makes its
+sample invalid.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megatron_rl.rewards.function import NO_METRICS, FunctionReward, Sample
 from megatron_rl.rewards.worker import GROUP, WRONG_TYPE, Answer
 
 FILTERS = "filters"
-"""Name of the filters among scorers with early answers."""
+"""Key of the filters' answers beside those of the scorers, in rewards computed while others are sampled."""
 FILTERED = "filtered"
-"""Reason of an answer for a response that a filter removes; the message is the filter's name."""
+"""Reason in the answer for a response that a filter removes; the message is the filter's name."""
 
 _KEPT = Answer(None, reward=1.0)
 
@@ -34,29 +35,29 @@ class FilteredRows:
     names: Mapping[int, str] = field(default_factory=dict)
     """Row -> name of the filter that removed it."""
     failures: Mapping[int, Answer] = field(default_factory=dict)
-    """Row -> failure of the user's filter on it."""
+    """Row -> failure of the user's filter on that row."""
     reward: float | None = None
-    """Reward of removed rows; None if they are dropped."""
+    """Reward of removed rows, or None if they are dropped from training."""
     metrics: Metrics = NO_METRICS
-    """The share of rows that each filter removed."""
+    """Share of rows that each filter removed."""
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Return the rows without a reward, which are not trained on."""
+        """Return the removed rows without a reward, which are not trained on."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers of the rows that need no call of a scorer and are not dropped."""
+        """Return the answers for which no scorer is called: failed filters, and rewards of removed rows."""
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return the filters' answer for each of ``rows``, to be passed to a later call."""
+        """Return the filters' answer for each of ``rows``, which a later round need not filter again."""
         answers = dict.fromkeys(rows, _KEPT)
         answers |= {row: Answer(FILTERED, name) for row, name in self.names.items()}
         return {**answers, **self.failures}
@@ -66,9 +67,10 @@ NOTHING_FILTERED = FilteredRows()
 
 
 class ResponseFilters:
-    """The filters of a run, applied in order: the first one that applies removes the response.
+    """Filters of a run, applied in order: the first one that applies removes the response.
 
     ``takes``: optional fields of `Sample` that the user's function reads.
+    ``missing``: descriptions of the function's limits that the kernel does not enforce.
     """
 
     def __init__(self, config: FiltersConfig, reward: RewardConfig) -> None:
@@ -82,23 +84,26 @@ class ResponseFilters:
             self.missing = self._function.missing
 
     def answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
-        """Return an answer per sample; ``tokens`` are the ids that the policy sampled for it."""
-        answers = [self._built_in(sample, ids) for sample, ids in zip(samples, tokens, strict=True)]
+        """Return the filters' answer for each sample; ``tokens`` are the ids of each sampled response."""
+        answers = [self._built_in_answer(sample, ids) for sample, ids in zip(samples, tokens, strict=True)]
         if self._function is None:
             return answers
 
-        # The user's function is called for responses that the other filters keep.
+        # The user's function is called only for responses that the built-in filters keep.
         remaining_rows = [index for index, answer in enumerate(answers) if answer.reason is None]
         results = self._function.answers([samples[index] for index in remaining_rows])
         for index, result in zip(remaining_rows, results, strict=True):
             answers[index] = _verdict(result)
         return answers
 
-    def _built_in(self, sample: Sample, ids: Sequence[int]) -> Answer:
-        """Return the answer of the built-in filters."""
+    def _built_in_answer(self, sample: Sample, ids: Sequence[int]) -> Answer:
+        """Return the answer of the first built-in filter that removes the response, or the answer to keep it.
+
+        ``ids`` are the response's tokens.
+        """
         config = self.config
         response = str(sample["response"])
-        applies = {
+        removes_by_name = {
             "empty": config.empty and not response.strip(),
             "min_tokens": len(ids) < config.min_tokens,
             "max_repetition": config.max_repetition < 1
@@ -106,7 +111,7 @@ class ResponseFilters:
             "banned": any(text in response for text in config.banned),
         }
 
-        for name, removes in applies.items():
+        for name, removes in removes_by_name.items():
             if removes:
                 return Answer(FILTERED, name)
         return _KEPT
@@ -118,7 +123,7 @@ class ResponseFilters:
 
 
 def _verdict(answer: Answer) -> Answer:
-    """Return the answer of the user's function as kept, removed or failed."""
+    """Convert the answer of the user's function, 1 (keep) or 0 (remove), to the answer of a filter."""
     if answer.reason is not None:
         return answer
     if answer.reward not in (0.0, 1.0):
@@ -129,9 +134,9 @@ def _verdict(answer: Answer) -> Answer:
 
 
 def repeated_share(ids: Sequence[int], length: int) -> float:
-    """Return the share of the n-grams of ``length`` tokens that have occurred before in a response.
+    """Return the share of a response's n-grams of ``length`` tokens that occurred earlier in the response.
 
-    0 for a response without an n-gram.
+    It is 0 for a response of fewer than ``length`` tokens.
 
     Example:
         >>> repeated_share([5, 6, 5, 6, 5], 2)

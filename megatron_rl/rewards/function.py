@@ -1,8 +1,8 @@
 """Rewards from a Python function, run in worker processes with a time limit per sample.
 
 The one idea: a call that fails makes its sample *invalid*, with a reason, and never becomes a number. A
-worker that overruns its time, dies or sends something malformed is killed with everything it started and
-replaced; the calls that it had not answered go to the others.
+worker that exceeds the time limit, dies or sends a malformed reply is killed with all processes that it
+started, and replaced. Its unanswered calls are sent again to any worker.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, A
 from megatron_rl.user_code import require_file
 
 LIMIT = "limit"
-"""Reason of a sample: the worker went over one of its limits."""
+"""Failure reason of a sample: the worker exceeded one of its limits."""
 PROTOCOL_ERROR = "disorder"
-"""Reason of a sample: the worker sent a malformed reply."""
+"""Failure reason of a sample: the worker sent a malformed reply."""
 CHUNK = 64
-"""Largest number of calls that a plain function gets at once: it hides the pipe's latency."""
+"""Largest number of calls in one message to a plain function; several calls hide the pipe's latency."""
 Sample = Mapping[str, Any]
-"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with the others that
-are parameters of the function; ``group`` is the number of the sample's group."""
+"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, and the optional ones for
+which the function has a parameter; ``group`` is the number of the sample's group."""
 NO_METRICS = Metrics()
 
 
@@ -61,7 +61,10 @@ class Failure(NamedTuple):
 
 
 def last_lines(message: str, limit: int) -> str:
-    """Return the last complete lines of a message in ``limit`` characters, or the end of its last line."""
+    """Return the last complete lines of a message that fit into ``limit`` characters.
+
+    If the last line alone is longer, its end is returned.
+    """
     text = message.strip()
     if len(text) <= limit:
         return text
@@ -79,8 +82,8 @@ class RewardResult:
     """
 
     answers: Sequence[Answer]
-    """B answers."""
-    measured: Metrics = NO_METRICS
+    """One answer per sample, B in total."""
+    extra_metrics: Metrics = NO_METRICS
     """Metrics of the computation itself, such as the number of requests."""
 
     @property
@@ -113,14 +116,14 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``measured``, and ``reward/invalid_<reason>``: the fraction of samples that failed for it.
+        """Return ``extra_metrics``, and the fraction of samples ``reward/invalid_<reason>`` per failure.
 
-        ``reasons`` are the reasons that occur on other ranks: their means need this rank's samples, too.
+        ``reasons`` are the failure reasons on other ranks: their fractions are also of this rank's samples.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.answers))
-        result = self.measured
+        result = self.extra_metrics
 
         for reason in sorted({*counts, *reasons}):
             result += Metrics.mean(
@@ -139,15 +142,17 @@ class FunctionReward:
     """Reward from the function that ``config.function`` names, in ``config.workers`` processes.
 
     A sample is invalid if its call raises, returns something other than finite numbers, runs longer than
-    ``config.timeout`` seconds, goes over one of ``config.limits`` or ends its process. The constructor loads
-    the function in every worker and raises UserError if that fails. Then ``missing`` are the limits that this
-    machine's kernel does not enforce, as texts, and ``takes`` are the further names that samples must have:
-    `TURNS`, `TOKENS`, and `GROUP` for a function that is called once per group.
+    ``config.timeout`` seconds, exceeds one of ``config.limits`` or ends its process. The constructor loads
+    the function in every worker, raises UserError if that fails, and sets two attributes:
 
-    ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
-    complete key if it is in another section than the function's limits. A function that ``writes`` returns
-    text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
-    in addition to the usual ones of `Sample`.
+    - ``missing``: descriptions of the limits that this machine's kernel does not enforce
+    - ``takes``: optional names that samples must have: `TURNS`, `TOKENS`, and `GROUP` for a function that is
+      called once per group
+
+    ``section`` and ``name`` are the section and the key of the function in the configuration; ``key`` is the
+    complete key if it is in another section than the function's limits. A function with ``returns_text``
+    returns text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples
+    have in addition to the usual ones of `Sample`.
     """
 
     def __init__(
@@ -157,13 +162,13 @@ class FunctionReward:
         name: str = "function",
         *,
         key: str = "",
-        writes: bool = False,
+        returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> None:
         self.config = config
         self._section = section
         self._key = key or f"{section}.{name}"
-        self._writes = writes
+        self._returns_text = returns_text
         self._extra_arguments = extra_arguments
 
         check_spec(config.function or "", self._key)
@@ -186,7 +191,7 @@ class FunctionReward:
         self._finalizer = weakref.finalize(self, kill_all, self._workers)
 
         try:
-            # All processes start before the first is waited for: they import at the same time.
+            # Start all processes before waiting for the first, so that they import concurrently.
             for _ in range(config.workers):
                 self._workers.append(self._new_worker())
             unenforced_limits = [worker.await_ready() for worker in self._workers]
@@ -198,26 +203,26 @@ class FunctionReward:
         self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
 
     def _new_worker(self) -> Worker:
-        return Worker(self.config, self._key, self._writes, self._extra_arguments)
+        return Worker(self.config, self._key, self._returns_text, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         return RewardResult(self.answers(samples))
 
     def answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the function's answers for B samples, in their order."""
+        """Return the function's answers for B samples, in the order of ``samples``."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
 
         outcomes: list[Answer | None] = [None] * len(samples)
-        waiting = deque(self._calls(samples))
+        queue = deque(self._calls(samples))
         try:
-            # A worker that could not be replaced in an earlier round.
+            # Start workers that could not be replaced in an earlier round.
             while samples and len(self._workers) < self.config.workers:
                 if self._restart() is None:
                     break
-            self._serve(waiting, outcomes)
-        except BaseException:  # an interrupted worker may still have half its calls
+            self._serve(queue, outcomes)
+        except BaseException:  # a worker may still have open calls, or half of a message
             self.close()
             raise
         return [answer for answer in outcomes if answer is not None]
@@ -236,44 +241,44 @@ class FunctionReward:
 
     def _serve(
         self,
-        waiting: deque[Call],
+        queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Send the waiting calls to the workers and store every outcome, until none is open."""
-        # At least two rounds per worker, so that few calls have to wait for a slow one.
-        share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
+        """Send the calls of the queue to the workers and store every outcome, until all are answered."""
+        # At most half of a worker's calls in one message, so that few calls wait behind a slow one.
+        max_calls = max(1, min(CHUNK, -(-len(queue) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
 
             while True:
                 for worker in self._workers:
-                    worker.take(waiting, share)
+                    worker.send_calls(queue, max_calls)
                 busy_workers = [worker for worker in self._workers if worker.calls]
-                if not busy_workers and waiting and not self._workers:
-                    self._fail_waiting(waiting, outcomes)
+                if not busy_workers and queue and not self._workers:
+                    self._fail_queue(queue, outcomes)
                 if not busy_workers:
                     return
 
                 deadline = min(worker.deadline for worker in busy_workers)
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if not key.data.receive(outcomes):
-                        self._replace(selector, key.data, waiting, outcomes, CRASHED)
+                        self._replace(selector, key.data, queue, outcomes, CRASHED)
 
-                # A worker that has just ended is a crash, which the next `select` reports.
+                # A worker that has just ended is not a timeout but a crash, which the next `select` reports.
                 now = time.monotonic()
                 for worker in list(self._workers):
                     if worker.calls and now >= worker.deadline and not worker.process.wait(0):
-                        self._replace(selector, worker, waiting, outcomes, TIMEOUT)
+                        self._replace(selector, worker, queue, outcomes, TIMEOUT)
 
-    def _fail_waiting(
+    def _fail_queue(
         self,
-        waiting: deque[Call],
+        queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Make the samples of the waiting calls invalid: no process could be started."""
+        """Make the samples of all calls in the queue invalid: no process could be started."""
         message = f"no process of {self._key} could be started again: {self._start_failure}"
-        for call in waiting:
+        for call in queue:
             for row in call.rows:
                 outcomes[row] = Answer(CRASHED, message)
 
@@ -281,20 +286,20 @@ class FunctionReward:
         self,
         selector: selectors.BaseSelector,
         worker: Worker,
-        waiting: deque[Call],
+        queue: deque[Call],
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
-        """Kill a worker, settle its calls and start another in its place."""
+        """Kill a worker, fail or re-queue its open calls, and start a replacement."""
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
-        # The calls that may have caused it fail; the others go back to the front of the queue.
-        failed_calls, retried_calls = worker.lost()
+        # Calls that must have caused the end fail; the others return to the front of the queue.
+        failed_calls, retried_calls = worker.lost_calls()
         for call in failed_calls:
             for row in call.rows:
                 outcomes[row] = Answer(*self._failure(worker, reason, status))
-        waiting.extendleft(reversed(retried_calls))
+        queue.extendleft(reversed(retried_calls))
 
         self._workers.remove(worker)
         replacement = self._restart()
@@ -304,13 +309,13 @@ class FunctionReward:
     def _restart(self) -> Worker | None:
         """Start a worker in place of a lost one, with several attempts; None if all of them fail.
 
-        The function loaded before, so a failure is temporary: the process was killed, or the machine is
+        The function was loaded before, so a failure is temporary: the process was killed, or the machine is
         out of memory.
         """
-        started = time.monotonic()
-        for wait in (*calls.RESTART_DELAYS, None):
+        start_time = time.monotonic()
+        for delay in (*calls.RESTART_DELAYS, None):
             worker = self._new_worker()
-            self._workers.append(worker)  # `close` from another thread ends it, too
+            self._workers.append(worker)  # before the wait, so that `close` from another thread ends it, too
             try:
                 worker.await_ready()
             except UserError as error:
@@ -320,9 +325,9 @@ class FunctionReward:
             else:
                 return worker
 
-            if wait is None or time.monotonic() - started > calls.RESTART_SECONDS:
+            if delay is None or time.monotonic() - start_time > calls.RESTART_SECONDS:
                 break
-            time.sleep(wait)
+            time.sleep(delay)
         return None
 
     def _failure(
@@ -331,7 +336,7 @@ class FunctionReward:
         reason: str,
         status: int,
     ) -> tuple[str, str]:
-        """Return the reason and the message of a sample over which a worker was replaced."""
+        """Return the failure reason and the message for the samples of the call that ended a worker."""
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.protocol_error is not None:
@@ -352,7 +357,7 @@ class FunctionReward:
 
 
 def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the rows of each group of samples; a sample without a group is a group of its own."""
+    """Return the rows of each group of samples; a sample without a group is a separate group."""
     groups: dict[Any, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.get(GROUP, row), []).append(row)
@@ -370,7 +375,7 @@ def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def code_reward(config: CodeConfig) -> FunctionReward:
-    """Return the reward of programs by their tests, see `run_tests`."""
+    """Start the reward of programs by their tests; see `megatron_rl.rewards.code.run_tests`."""
     arguments = {name: getattr(config, name) for name in ("scoring", "test_timeout", "timeout")}
     settings = RewardConfig(
         "megatron_rl.rewards.code:run_tests",

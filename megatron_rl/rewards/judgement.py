@@ -1,4 +1,4 @@
-"""Prompt for a language model as a judge, and the verdict in its text; importable without torch."""
+"""Prompt of an LLM judge, and the parser of its verdict; importable without torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 JUDGEMENT = "judgement"
-"""Argument of a parser: the judge's text."""
+"""Name of the parser's argument with the judge's text."""
 PLACEHOLDERS = ("prompt", "response", "ground_truth")
-"""Names in braces that a template may have."""
+"""Names that a template may contain in braces."""
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _SCORE = re.compile(
     r"^[ \t*#>]*score[ \t*]*[:=][ \t*]*(\d+(?:\.\d+)?|\.\d+)[ \t*.]*\r?$", re.IGNORECASE | re.MULTILINE
@@ -17,7 +17,9 @@ _SCORE = re.compile(
 
 
 def fill_template(template: str, sample: Mapping[str, Any]) -> str:
-    """Return ``template`` with its placeholders replaced in one pass: a response cannot add placeholders.
+    """Replace the placeholders of a template by the sample's values.
+
+    All are replaced in one pass, so that a response cannot add placeholders.
 
     Example:
         >>> values = {"prompt": "{response}", "response": "4", "ground_truth": 4}
@@ -28,12 +30,12 @@ def fill_template(template: str, sample: Mapping[str, Any]) -> str:
 
 
 def is_function(template: str) -> bool:
-    """Return whether a template is the name of a function, and not the text itself."""
+    """Return whether a template is the path of a function (``module:name``), and not the text of a prompt."""
     return ":" in template and not any(mark in template for mark in "{ \n")
 
 
 def score_line(*, judgement: str, **_: Any) -> float | None:
-    """Return the number of the last line ``Score: N``; None without such a line and for a number above 1.
+    """Return the number in the last line ``Score: N``, or None without such a line or if N exceeds 1.
 
     Example:
         >>> score_line(judgement="Right but for the unit.\\n**Score: 0.5**")

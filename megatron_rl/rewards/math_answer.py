@@ -1,8 +1,8 @@
 """Rewards for word problems whose response ends in a marked answer: ``#### 18`` or ``\\boxed{18}``.
 
-``####`` is also Markdown's heading of level four. So a line after it is an answer if it begins with a
-number, apart from words such as "The answer is". Any other line is a heading, which counts only in a response
-without another mark.
+``####`` also starts a Markdown heading of level four. So the line after it is an answer if it begins with a
+number, after optional words such as "The answer is". Any other line is a heading, which counts only in a
+response without another mark.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from fractions import Fraction
 from typing import Any
 
 SECONDS = 3
-"""Time that parsing or comparing an answer may take."""
+"""Time limit in seconds for parsing an answer, and for comparing it."""
 _MARK = re.compile(r"#{4,}[ \t]*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _ONE_TOKEN = re.compile(r"-?\d[\d,]*(?:\.\d+)?|\\?[A-Za-z]+|\S")
 """Content of an unbraced ``\\boxed``: a number, a command, or one character."""
 _EMPHASIS = "*_` \t"
-"""Characters of Markdown around an answer."""
+"""Markdown characters and spaces around an answer."""
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|result|solution|total|is|are|equals?|of)\b"
     r"[ \t,:*_]*)+",
@@ -28,12 +28,12 @@ _LEAD_IN = re.compile(
 _CURRENCY = re.compile(r"(?<![\\\d])\\?\$(?=\s*[-+\u2212]?[\d.])|[€£¥₹]\s*")
 _NUMBER = r"[-+\u2212]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?"
 _BEGINS_WITH_NUMBER = re.compile(rf"(?:[A-Za-z]\s*=\s*|\\?\(?\s*)?{_NUMBER}(?!\d*[.)]\s+\S)")
-"""A number, also of a variable, but not that of a heading such as "2. Add them"."""
+"""A number, also after ``x =``, but not the number of a heading such as "2. Add them"."""
 _UNIT = (
     r"(?:[kcm]?m|k?g|mg|m?[lL]|ft|in|mi|lbs?|oz|hrs?|[sh]|mph"
     r"|(?!sqrt|sin|cos|tan|log|exp|mod|theta|alpha|beta|gamma|lambda|infinity)[^\W\d_]{3,})"
 )
-"""Word after a number that is a unit, unlike functions, Greek letters and products such as ``xy``."""
+"""Unit after a number; excludes functions, Greek letters and products such as ``xy``."""
 _WITH_UNIT = re.compile(rf"({_NUMBER}\s*%?)(?:\s+\(?{_UNIT}(?![^\W_])[.)]?)+\W*")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;! ]|[\u00a0\u2009\u202f]|\{,\})(?=\d{3}(?!\d))")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]{1,100}(?:[eE][-+]?\d{1,2}|/\d{1,100})?", re.ASCII)
@@ -68,7 +68,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``; None without one.
+    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``, or None without such a box.
 
     Example:
         >>> last_boxed("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
@@ -78,22 +78,25 @@ def last_boxed(text: str) -> str | None:
 
 
 def _lines_after_marks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each ``####`` with its line, or the next line if it only announces an answer."""
+    """Yield the position of each ``####`` with the text after it.
+
+    The text is the rest of the line, or the next line if the rest only announces an answer.
+    """
     for match in _MARK.finditer(text):
         line, _, text_below = text[match.end() :].partition("\n")
         announcement = _LEAD_IN.sub("", line.strip(_EMPHASIS + ":"), count=1)
         if not announcement.strip(_EMPHASIS + ":"):
             next_line = text_below.strip().partition("\n")[0]
-            if _BEGINS_WITH_NUMBER.match(bare(next_line)) or not line.strip():
+            if _BEGINS_WITH_NUMBER.match(strip_markup(next_line)) or not line.strip():
                 line = next_line
         yield match.start(), line
 
 
-def bare(line: str) -> str:
-    """Return a line without Markdown, words that lead to the answer, currency, and a full stop.
+def strip_markup(line: str) -> str:
+    """Remove Markdown, words such as "The answer is", a currency sign and a final full stop from a line.
 
     Example:
-        >>> bare("**The answer is $1,200.**")
+        >>> strip_markup("**The answer is $1,200.**")
         '1,200'
     """
     text = line.strip(_EMPHASIS)
@@ -113,13 +116,13 @@ def bare(line: str) -> str:
 
 
 def without_unit(answer: str) -> str:
-    """Return a number without its unit and without separators of thousands; other answers unchanged.
+    """Remove the unit and the thousands separators of a number; return other answers unchanged.
 
     Example:
         >>> without_unit("18 dollars"), without_unit("x + 2"), without_unit("1 200")
         ('18', 'x + 2', '1200')
     """
-    # Separators of thousands: LaTeX's, spaces of other widths, and plain spaces.
+    # Thousands separators: those of LaTeX, Unicode spaces, and plain spaces.
     text = _THOUSANDS.sub("", answer.strip())
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
@@ -131,7 +134,7 @@ def without_unit(answer: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last answer that a text marks with ``####`` or a box, without its unit; None without one.
+    """Return the last answer marked with ``####`` or a box, without its unit, or None without a mark.
 
     A line after ``####`` that does not begin with a number counts only in a text without another mark.
 
@@ -143,7 +146,7 @@ def marked_answer(text: str) -> str | None:
     answers = list(_boxes(text))
     headings: list[str] = []
     for position, line in _lines_after_marks(text):
-        answer = bare(line)
+        answer = strip_markup(line)
         if _BEGINS_WITH_NUMBER.match(answer):
             answers.append((position, answer.rpartition("=")[2].strip() or answer))
         elif answer and not _BOX.search(line):
@@ -157,7 +160,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the value of a plain number, None for any other text."""
+    """Return the value of a plain number, or None for any other text."""
     plain = text.replace(",", "").replace(" ", "").replace("\u2212", "-")
     if not _PLAIN_NUMBER.fullmatch(plain):
         return None
@@ -167,10 +170,10 @@ def _number(text: str) -> Fraction | None:
         return None
 
 
-def equal(answer: str, expected: str) -> bool:
+def are_equal(answer: str, expected: str) -> bool:
     """Return whether two mathematical expressions are equal, such as ``0.5`` and ``\\frac{1}{2}``.
 
-    A comparison by math-verify that takes longer than `SECONDS` counts as unequal. Call it in the main
+    A comparison by math-verify that takes longer than `SECONDS` counts as unequal. Call this in the main
     thread: math-verify limits its time with a signal.
     """
     from math_verify import parse, verify
@@ -191,9 +194,10 @@ def equal(answer: str, expected: str) -> bool:
 def marked_number(
     *, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any], format_reward: float = 0.0
 ) -> dict[str, float]:
-    """Return reward 1 for a marked answer that is equal to the ground truth, with its components.
+    """Return reward 1 for a marked answer that is equal to the ground truth, by `are_equal`.
 
-    The ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K; see `equal`.
+    The components ``correct`` and ``formatted`` are 1 for an equal answer and for any marked answer. The
+    ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K.
     ``format_reward`` is the reward of a marked answer that is wrong.
     """
     truth = str(ground_truth)
@@ -202,6 +206,6 @@ def marked_number(
     if answer is None:
         return {"reward": 0.0, "correct": 0.0, "formatted": 0.0}
 
-    is_correct = equal(answer, expected)
+    is_correct = are_equal(answer, expected)
     reward = 1.0 if is_correct else format_reward
     return {"reward": reward, "correct": float(is_correct), "formatted": 1.0}

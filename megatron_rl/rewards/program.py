@@ -1,16 +1,16 @@
-"""The process of a program under test, and the values that cross between it and its test.
+"""Process of a program under test, and the exchange of values between the program and its test.
 
-A test runs in a process of its own (`megatron_rl.rewards.code`) and uses the program from there: it looks
-names up, calls them and gets values back. The one idea: plain values are carried over by their structure,
-never by ``repr`` or pickle, so that the program decides its answers and not how they are compared. Every
-other value stays in the program's process and is a `Remote` in the test's.
+A test runs in a separate process (`megatron_rl.rewards.code`) and uses the program from there: it looks names
+up, calls them and receives values. The one idea: plain values are serialized by their structure, never by
+``repr`` or pickle, so that the program chooses its answers but not how they are compared. Every other value
+stays in the program's process, and the test gets a `Remote` in its place.
 
-Both ends are a `Peer` on two pipes. A message is a length and JSON: ``["ask", operation, operands]``,
-answered by ``["value", value, arguments after the call]`` or ``["error", type, message]``. Either end may ask
-while it waits for an answer, as in a test that hands over a function.
+Both ends are a `Peer` on two pipes. A message is a length and JSON: ``["request", operation, operands]``,
+answered by ``["value", value, arguments after the call]`` or ``["error", type, message]``. Either end may
+send a request while it waits for an answer, for example if the test passes a function to the program.
 
-This file is also the main module of a program: ``python program.py SOURCE READS WRITES``. It needs the
-standard library alone.
+This file is also the main module of the program's process: ``python program.py SOURCE READ_END WRITE_END``
+with file descriptors of the pipes. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 PROGRAM = "program"
-"""Name of the module that a program is when a test calls it."""
+"""Name of the module that the program's source becomes."""
 LARGEST_VALUE = 2**20
-"""Bytes of a value that crosses; a larger one is an error."""
+"""Largest serialized value in bytes; a larger one is an error."""
 _HEADER = struct.Struct("<Q")
+"""Length of a message in bytes."""
 _EXACT_INTEGER = 2**53
-"""Integers beyond it are written in hexadecimal: Python limits the digits of decimal ones."""
+"""Larger integers are written in hexadecimal, since Python limits the digits of decimal ones."""
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+"""Type of a dictionary's view -> tag."""
 _BY_TEXT = {
     "Decimal": decimal.Decimal,
     "Fraction": fractions.Fraction,
@@ -45,25 +47,28 @@ _BY_TEXT = {
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
 }
-"""Functions that read a value from its text, by tag."""
+"""Tag -> function that parses a value from its text."""
 _LOOKUPS = ("getitem", "setitem", "neg", "pos", "abs")
+"""Operators of a program's object that involve no expected value."""
 _COMPARISONS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-"""Operators by which an object of the program could answer to an expected value: ``abs(f(2) - 4) < 1e-6``."""
+"""Operators with which a program's object could imitate an expected value, as in ``abs(f(2) - 4) < 1e-6``."""
 
 
 class CannotCompare(Exception):
-    """A value of the program that only the program itself could compare."""
+    """Error of a test that compares a value which only the program itself could compare."""
 
 
 class ProgramEnded(Exception):
-    """The other process has ended, or sent a malformed message."""
+    """Error: the other process has ended, or sent a malformed message."""
 
 
 class Remote:
-    """Proxy of an object in the other process: in the test, of one of the program's objects.
+    """Proxy of an object in the other process, usually an object of the program in the test's process.
 
-    ``is_program_class``: whether the program defines its class.
-    ``defines_equality``: whether its class defines ``==``.
+    ``number``: the object's number in the other process.
+    ``kind``: name of the object's class.
+    ``is_program_class``: whether the program defines this class.
+    ``defines_equality``: whether the class defines ``==``.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Remote:
         is_program_class: bool,
         defines_equality: bool,
     ) -> None:
-        # `__setattr__` would set them on the program's object.
+        # Not by assignment: `__setattr__` would set them on the program's object.
         self.__dict__.update(
             _peer=peer,
             _number=number,
@@ -84,12 +89,12 @@ class Remote:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__array"):  # NumPy's protocols: asked for by trusted code, not by the test
+        if name.startswith("__array"):  # NumPy probes its protocols; the test did not request them
             raise AttributeError(name)
-        return self._peer.ask("attribute", self, name)
+        return self._peer.request("attribute", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._peer.ask("set_attribute", self, name, value)
+        self._peer.request("set_attribute", self, name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._peer.call(self, arguments, keywords)
@@ -100,32 +105,32 @@ class Remote:
         # Equality that the program defines cannot be trusted, and its objects never equal a plain value.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
-        raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be carried over to its test")
+        raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be sent to the test's process")
 
     def __hash__(self) -> int:
         return self._number
 
     def __instancecheck__(self, value: object) -> bool:
-        raise self._peer.cannot_compare("a test asks for an instance of a class of the program")
+        raise self._peer.cannot_compare("a test checks for an instance of a class of the program")
 
     def __bool__(self) -> bool:
-        return bool(self._peer.ask("truth", self))
+        return bool(self._peer.request("truth", self))
 
     def __len__(self) -> int:
-        return int(self._peer.ask("length", self))
+        return int(self._peer.request("length", self))
 
     def __str__(self) -> str:
-        return str(self._peer.ask("text", self))
+        return str(self._peer.request("text", self))
 
     def __repr__(self) -> str:
-        return str(self._peer.ask("representation", self))
+        return str(self._peer.request("representation", self))
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = self._peer.ask("iterator", self)
+        iterator = self._peer.request("iterator", self)
         return iterator if isinstance(iterator, Remote) else iter(iterator)
 
     def __next__(self) -> Any:
-        return self._peer.ask("next", self)
+        return self._peer.request("next", self)
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -133,8 +138,10 @@ def _operation(name: str) -> Callable[..., Any]:
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
-            raise self._peer.cannot_compare(f"only the program has `{name}` of its {self._kind}")
-        return self._peer.ask("operator", name, self, *operands)
+            raise self._peer.cannot_compare(
+                f"a test applies `{name}` to a {self._kind} of the program, which could imitate any value"
+            )
+        return self._peer.request("operator", name, self, *operands)
 
     return operate
 
@@ -144,20 +151,21 @@ for _name in (*_LOOKUPS, *_COMPARISONS):
 
 
 class Peer:
-    """One end of the conversation between a program and its test.
+    """One end of the connection between a program and its test.
 
-    ``names`` are the names that the other end may look up: the program's, and None at the test's end. An end
-    with names also lets its objects be examined; objects of the other end can only be called.
+    ``read_end`` and ``write_end`` are file descriptors. ``names`` are the objects that the other end may look
+    up, by name: the program's globals at the program's end, None at the test's end. The test may examine
+    objects of the program; the program can only call objects of the test.
     """
 
     def __init__(
         self,
-        reads: int,
-        writes: int,
+        read_end: int,
+        write_end: int,
         names: Mapping[str, Any] | None = None,
     ) -> None:
-        self._reader = os.fdopen(reads, "rb")
-        self._writer = os.fdopen(writes, "wb")
+        self._reader = os.fdopen(read_end, "rb")
+        self._writer = os.fdopen(write_end, "wb")
         self._names = names
 
         self._objects: list[Any] = []
@@ -167,16 +175,16 @@ class Peer:
         self._remotes: dict[int, Remote] = {}
         """Objects of the other end by number."""
         self.reason: str | None = None
-        """Reason why the test has no outcome, None while it has one."""
+        """Reason why the test has no outcome, or None."""
 
     def cannot_compare(self, reason: str) -> CannotCompare:
-        """Note that the test has no outcome, even if the test catches the error, and return the error."""
+        """Record why the test has no outcome, even if the test catches the error, and return the error."""
         self.reason = self.reason or reason
         return CannotCompare(reason)
 
-    def ask(self, operation: str, *operands: Any) -> Any:
+    def request(self, operation: str, *operands: Any) -> Any:
         """Return the result of an operation at the other end, or raise its error."""
-        self._send(["ask", operation, [self.encode(operand) for operand in operands]])
+        self._send(["request", operation, [self.encode(operand) for operand in operands]])
         value, _ = self._await_value()
         return value
 
@@ -186,16 +194,16 @@ class Peer:
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
     ) -> Any:
-        """Call an object of the other end; its changes to lists, sets and mappings are made here, too."""
+        """Call an object of the other end, and apply its changes of mutable arguments to ``arguments``."""
         operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
-        self._send(["ask", "call", operands])
+        self._send(["request", "call", operands])
         value, changed_arguments = self._await_value()
         for before, after in zip(arguments, changed_arguments, strict=True):
             _copy_into(before, after)
         return value
 
     def serve(self) -> None:
-        """Answer the other end until it closes."""
+        """Answer the requests of the other end until it closes the connection."""
         while True:
             try:
                 _, operation, operands = self._receive()
@@ -207,7 +215,7 @@ class Peer:
         """Return the other end's value and arguments after the call; answer its requests until then."""
         while True:
             kind, *content = self._receive()
-            if kind == "ask":
+            if kind == "request":
                 self._answer(*content)
             elif kind == "value":
                 return self.decode(content[0]), self.decode(content[1])
@@ -233,9 +241,9 @@ class Peer:
         operation: str,
         operands: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
-        """Return the value of an operation, and the arguments of a call after the call.
+        """Perform an operation; return its value and, for a call, the arguments after the call.
 
-        An argument of an immutable type becomes None.
+        Arguments of immutable types are returned as None.
         """
         if operation == "call":
             function, arguments, keywords = operands
@@ -243,7 +251,8 @@ class Peer:
             mutable = list | dict | set | bytearray
             return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
 
-        # Only the program's end has names, and lets its objects be examined.
+        # The test may examine objects of the program, but the program may only call objects of the test. Only
+        # the program's end of the connection has names.
         if self._names is None:
             raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":
@@ -251,11 +260,11 @@ class Peer:
             return getattr(operator, name)(*values), []
         return _OPERATIONS[operation](self._names, *operands), []
 
-    # Values. Methods of the base types are called by their full names: a subclass of the program's may have
-    # overridden them.
+    # Values. Methods of the base types are called by their full names, since a subclass that the program
+    # defines may override them.
 
     def encode(self, value: Any) -> Any:
-        """Return a value as JSON takes it: scalars unchanged, all others as a list of a tag and content."""
+        """Encode a value for JSON: scalars unchanged, any other value as a list of a tag and its content."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -273,7 +282,7 @@ class Peer:
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
-        # Values of the standard library and of NumPy; every other object remains in this process.
+        # Values of the standard library and of NumPy. Every other object stays in this process.
         plain = _plain(value)
         if plain is not None:
             return plain
@@ -287,31 +296,32 @@ class Peer:
         return self._reference(value)
 
     def _encode_all(self, values: Any) -> list[Any]:
+        """Encode each item of an iterable."""
         return [self.encode(value) for value in values]
 
     def _reference(self, value: Any) -> list[Any]:
-        """Return the reference to an object that does not cross: the other end's own, or this end's."""
+        """Return a reference to an object that is not serialized: one of the other end, or of this end."""
         if isinstance(value, Remote):
             return ["yours", value._number]
         if self._names is None and not callable(value):
-            raise self.cannot_compare(f"a test hands over a value of type {type(value).__name__}")
+            raise self.cannot_compare(f"a test passes a value of type {type(value).__name__}")
 
         number = self._numbers.get(id(value))
         if number is None:
             number = len(self._objects)
             self._numbers[id(value)] = number
-            self._objects.append(value)  # alive, so that no other object gets its id
+            self._objects.append(value)  # kept alive, so that no other object gets its id
 
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}"
         return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
 
     def decode(self, value: Any) -> Any:
-        """Return the value that the other end encoded."""
+        """Decode a value that the other end encoded."""
         if not isinstance(value, list):
             return value
 
-        # Objects: this end's own, and the other end's.
+        # References: to objects of this end, and to objects of the other end.
         tag, *content = value
         if tag == "yours":
             return self._objects[content[0]]
@@ -343,9 +353,11 @@ class Peer:
     # Messages
 
     def _send(self, message: Any) -> None:
+        """Write a message as JSON."""
         self._write(json.dumps(message))
 
     def _write(self, text: str) -> None:
+        """Write the text of a message after its length; raises ProgramEnded for a closed pipe."""
         data = text.encode()
         try:
             self._writer.write(_HEADER.pack(len(data)) + data)
@@ -359,7 +371,7 @@ class Peer:
         if len(header) < _HEADER.size:
             raise ProgramEnded
 
-        # A program may claim any size: read nothing if the size exceeds that of every valid value.
+        # A program may announce any size: read nothing if no valid message is as large.
         (size,) = _HEADER.unpack(header)
         data = self._reader.read(size) if size <= 2 * LARGEST_VALUE else b""
         if len(data) < size:
@@ -375,6 +387,7 @@ class Peer:
 
 
 def _pairs(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the items of a dict, even of a subclass that overrides ``items``."""
     return list(dict.items(value))  # type: ignore[arg-type]
 
 
@@ -389,7 +402,10 @@ _CONTAINERS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (collections.deque, "deque", list),
     (range, "range", lambda value: (value.start, value.stop, value.step)),
 )
-"""Types that cross item by item, with tag and items; a subclass crosses as the first of its bases here."""
+"""Types that are serialized item by item: (type, tag, function that returns the items).
+
+A subclass is serialized as the first of these types from which it derives.
+"""
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -404,7 +420,7 @@ _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "values": lambda values: dict(enumerate(values)).values(),
     "items": lambda pairs: dict(pairs).items(),
 }
-"""Functions that build a value from its decoded items, by tag."""
+"""Tag -> function that builds a value from its decoded items."""
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "name": lambda names, name: names[name],
     "defines": lambda names, name: name in names,
@@ -417,11 +433,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iterator": lambda _, value: iter(value),
     "next": lambda _, value: next(value),
 }
-"""Operations of a test on the program's names and objects, except for calls."""
+"""Operation of a test on the program's names and objects -> function, except for calls and operators."""
 
 
 def _plain(value: Any) -> list[Any] | None:
-    """Return tag and content of a scalar of the standard library, such as a Decimal; None for any other."""
+    """Return tag and content of a scalar of the standard library, such as a Decimal, or None for others."""
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, bytes | bytearray):
@@ -431,7 +447,7 @@ def _plain(value: Any) -> list[Any] | None:
     if isinstance(value, decimal.Decimal | fractions.Fraction):
         return ["Decimal" if isinstance(value, decimal.Decimal) else "Fraction", str(value)]
 
-    # A datetime is a date, too.
+    # datetime before date, of which it is a subclass.
     for kind in (datetime.datetime, datetime.date, datetime.time):
         if isinstance(value, kind):
             return [kind.__name__, value.isoformat()]
@@ -439,7 +455,7 @@ def _plain(value: Any) -> list[Any] | None:
 
 
 def _copy_into(before: Any, after: Any) -> None:
-    """Copy the content that the program left in an argument into the test's own argument."""
+    """Update an argument in place with its content after the call, if both are mutable containers."""
     if isinstance(before, list | bytearray) and isinstance(after, list | bytearray):
         before[:] = after
     elif isinstance(before, dict | set) and isinstance(after, dict | set):
@@ -448,28 +464,31 @@ def _copy_into(before: Any, after: Any) -> None:
 
 
 def _error(kind: str, message: str) -> BaseException:
-    """Return an error of the other end, of its built-in class if it has one: a test may expect it."""
+    """Convert an error of the other end to an exception of the same built-in class, else RuntimeError.
+
+    The class matters: a test may expect it.
+    """
     error_class = getattr(builtins, str(kind), None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
         try:
             return error_class(message)
-        except TypeError:  # a UnicodeDecodeError, which has other arguments
+        except TypeError:  # such as UnicodeDecodeError, whose constructor has other arguments
             pass
     return RuntimeError(f"{kind}: {message}")
 
 
 def main() -> None:
-    """Run the program that the first argument names, then answer its test on the other two."""
+    """Run the program whose path is the first argument, then answer its test on the other two, pipes."""
     source = sys.argv[1]
-    reads = int(sys.argv[2])
-    writes = int(sys.argv[3])
+    read_end = int(sys.argv[2])
+    write_end = int(sys.argv[3])
     sys.argv = [source]
 
     module = types.ModuleType(PROGRAM)
-    sys.modules[PROGRAM] = module  # dataclasses and enumerations look their module up
+    sys.modules[PROGRAM] = module  # dataclasses and enums look up their module here
     with open(source, encoding="utf-8") as file:
         exec(compile(file.read(), "program.py", "exec"), module.__dict__)
-    Peer(reads, writes, module.__dict__).serve()
+    Peer(read_end, write_end, module.__dict__).serve()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ def score(
     """Return the task's own score of an answer, from 0 to 1, for most tasks 0 or 1.
 
     The answer is the text between ``<answer>`` and ``</answer>``, or the complete response without these
-    tags. ``metadata`` is of a record that `megatron_rl.data.reasoning_gym` wrote; raises ValueError for
-    another.
+    tags. ``metadata`` must come from a record that `megatron_rl.data.reasoning_gym` wrote; raises ValueError
+    otherwise.
     """
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
@@ -32,7 +32,7 @@ def score(
     try:
         return float(score_answer(answer or response.strip(), entry))
     except Exception:
-        # The rules of some tasks raise for an answer that they cannot read: its score is 0. Rules that raise
-        # for the right answer as well are broken, and the sample is invalid.
+        # The rules of some tasks raise for an answer that they cannot parse: its score is 0. Rules that raise
+        # for the correct answer, too, are broken: this second call raises, and the sample is invalid.
         score_answer(entry["answer"], entry)
         return 0.0

@@ -1,10 +1,11 @@
 """Rewards from HTTP servers: the user's own server, and a language model as a judge.
 
-The one idea: `Server` sends many requests at once, retries, pauses on request, and stops sending to a server
-that fails repeatedly (a circuit breaker). Each of the two rewards writes requests and reads replies.
+The one idea: `Server` sends many requests concurrently, retries, pauses if the server requests it, and stops
+sending to a server that fails repeatedly (a circuit breaker). The two rewards only construct requests and
+parse replies.
 
-This is the project's own code, so it runs in the trainer, which has network access. A user's code that reads
-replies or writes requests runs contained, without network and without the secrets in the headers. A server is
+This is the project's own code, so it runs in the trainer, which has network access. User code that constructs
+requests or parses replies runs contained, without network and without the secrets in the headers. A server is
 not trusted: the size and the time of its replies are limited, redirections are not followed, and secrets are
 removed from its text before a message quotes it.
 """
@@ -17,7 +18,7 @@ import os
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from megatron_rl.config.sections.rewards import (
     HttpRewardConfig,
     JudgeConfig,
     RewardConfig,
-    RewardServerConfig,
+    ServerConfig,
 )
 from megatron_rl.contained.process import escape_unprintable, replace_surrogates
 from megatron_rl.errors import UserError
@@ -49,32 +50,35 @@ from megatron_rl.rewards.worker import (
 )
 
 UNREACHABLE = "unreachable"
-"""Reason of a reply: no connection, or one that broke."""
+"""Failure reason of a request: no connection, or a broken one."""
 STATUS = "status"
-"""Reason of a reply: an HTTP status other than success and 429."""
+"""Failure reason of a request: an HTTP status other than success and 429."""
 RATE_LIMITED = "rate_limited"
-"""Reason of a reply: HTTP status 429 after the last try. Also the name of the count of such statuses."""
+"""Failure reason of a request: HTTP status 429 to the last try. Also the counter of all such statuses."""
 NONSENSE = "nonsense"
-"""Reason of a reply: a malformed response."""
+"""Failure reason of a request: a malformed reply."""
 CIRCUIT_OPEN = "circuit_open"
-"""Reason of a reply, and count: a request that was not sent, since the last ones had failed."""
+"""Failure reason and counter: requests that were not sent because the previous ones failed."""
 REPORTED = "reported"
-"""Reason of a sample: the server reported an error for it."""
+"""Failure reason of a sample: the server reported an error for it."""
 UNREADABLE = "unreadable"
-"""Reason of a sample: the parser finds no verdict in the judge's text."""
+"""Failure reason of a sample: the judge's text has no verdict that the parser can read."""
 REQUESTS = "requests"
+"""Counter of requests that were sent, including retries."""
 RETRIES = "retries"
+"""Counter of requests that were sent again."""
 CACHE_HITS = "cache_hits"
+"""Counter of samples whose judge's text was in the cache, or requested for an equal sample."""
 
 LARGEST_REPLY = 2**22
-"""Bytes of a reply above which it is malformed: thousands of rewards, or a long verdict, are far smaller."""
+"""Largest valid reply in bytes: thousands of rewards, or a long verdict, are far smaller."""
 SHORTEST_SECRET = 6
-"""Length from which a word of a header, such as the key after ``Bearer``, is kept out of messages.
+"""Characters from which a word of a header value, such as the key after ``Bearer``, is removed from messages.
 
-Shorter words are ordinary ones, and would be replaced all over a message.
+Shorter words are ordinary ones, which would be replaced all over a message.
 """
 EXCERPT = 200
-"""Characters of a reply that a message shows."""
+"""Characters of a reply that a message quotes."""
 
 
 # Requests
@@ -89,7 +93,7 @@ class Reply(NamedTuple):
     """
 
     reason: str | None
-    """One of the reasons above, None for a reply."""
+    """One of the failure reasons above, or None for success."""
     message: str = ""
     """Details of a failure, for the sample's log."""
     value: Any = None
@@ -101,27 +105,30 @@ class _Attempt(NamedTuple):
 
     reply: Reply
     retryable: bool = False
-    """Whether another try may succeed; if all fail, the server counts as gone."""
+    """Whether another attempt may succeed; if all fail, the server counts as unavailable."""
     pause: float = 0.0
-    """Seconds for which the server requests all clients to wait."""
+    """Seconds that the server requests its clients to wait."""
 
 
 class Server:
-    """Client of one server, which is asked in rounds.
+    """Client of one server, used in rounds of concurrent requests.
 
-    The pause that a server asks for, and the circuit breaker, carry over from round to round.
+    A pause that the server requests, and the state of the circuit breaker, persist from round to round.
 
-    ``secrets`` maps headers to their values. ``counts`` has the requests, retries, rate limits and refusals
-    of the last round.
+    ``secrets`` maps headers to their values. A reply of more bytes than ``largest_reply`` is malformed.
+    ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests that were not
+    sent.
     """
 
     def __init__(
         self,
-        config: RewardServerConfig,
+        config: ServerConfig,
         url: str,
         secrets: dict[str, str],
+        largest_reply: int = LARGEST_REPLY,
     ) -> None:
         self.config = config
+        self._largest_reply = largest_reply
         self.counts: Counter[str] = Counter()
         self._url = url
         self._secrets = secrets
@@ -130,21 +137,30 @@ class Server:
         self._not_before = 0.0
         """Time (monotonic) before which no request is sent."""
         self._failures = 0
-        """Number of requests that have failed one after another."""
+        """Number of consecutive requests that failed."""
         self._opened: float | None = None
-        """Time (monotonic) at which the circuit opened, None for a closed circuit."""
+        """Time (monotonic) at which the circuit opened, or None for a closed circuit."""
         self._probing = False
-        """Whether one request is testing whether the server is back."""
+        """Whether a request is in flight that tests whether the server is available again."""
 
-    def ask(self, bodies: Sequence[Any]) -> list[Reply]:
-        """Post each of the ``bodies`` as JSON and return the replies, in their order."""
+    def post(
+        self,
+        bodies: Sequence[Any],
+        convert: Callable[[int, Reply], Any] = lambda _, reply: reply,
+    ) -> list[Any]:
+        """Post each of the ``bodies`` as JSON and return the replies in the same order.
+
+        ``convert`` gets the index and the reply of a request as soon as it arrives, and returns what is kept
+        of it: all replies of a step may be too large for the host's memory.
+        """
         self.counts = Counter()
         if not bodies:
             return []
         with closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(self._post_all(bodies))
+            return loop.run_until_complete(self._post_all(bodies, convert))
 
-    async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
+    async def _post_all(self, bodies: Sequence[Any], convert: Callable[[int, Reply], Any]) -> list[Any]:
+        """Post all bodies, at most ``concurrency`` of them in flight."""
         slots = asyncio.Semaphore(self.config.concurrency)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self.config.concurrency),
@@ -155,21 +171,22 @@ class Server:
             auto_decompress=False,
         ) as session:
 
-            async def post(body: Any) -> Reply:
+            async def post(index: int, body: Any) -> Any:
                 async with slots:
-                    return await self._with_retries(session, json.dumps(body, default=str).encode())
+                    reply = await self._with_retries(session, json.dumps(body, default=str).encode())
+                    return convert(index, reply)
 
-            return list(await asyncio.gather(*map(post, bodies)))
+            return list(await asyncio.gather(*(post(index, body) for index, body in enumerate(bodies))))
 
     async def _with_retries(
         self,
         session: aiohttp.ClientSession,
         body: bytes,
     ) -> Reply:
-        """Send a request until it succeeds, cannot succeed, or has used up its attempts."""
+        """Send a request until it succeeds, fails for good, or has used up its attempts."""
         config = self.config
 
-        # An open circuit lets one request through after a while, to probe the server.
+        # After `open_seconds`, an open circuit lets one request through to probe the server.
         is_probe = False
         if self._opened is not None:
             if self._probing or time.monotonic() < self._opened + config.open_seconds:
@@ -181,7 +198,7 @@ class Server:
         for number in range(1 + config.retries):
             if number:
                 self.counts[RETRIES] += 1
-                # The exponent is bounded: 2**60 s is beyond every limit, and a float holds it.
+                # The exponent is bounded, so that the power fits into a float; 2**60 s exceeds every limit.
                 backoff = min(config.backoff * 2 ** min(number - 1, 60), config.longest_wait)
                 await asyncio.sleep(max(attempt.pause, backoff * self._jitter.uniform(0.5, 1.0)))
                 # Other requests may have opened the circuit during the wait.
@@ -191,8 +208,8 @@ class Server:
             await self._wait_for_turn()
             self.counts[REQUESTS] += 1
             attempt = await self._send(session, body)
-            # Progress even for a failure: a server that never answers is given up after its own limits, and
-            # not by the hang detector.
+            # A failure counts as progress, too: the limits of this client end the attempts to reach a server
+            # that never answers, not the hang detector.
             count_progress("requests to servers that judge")
             if attempt.pause:
                 self._not_before = max(self._not_before, time.monotonic() + attempt.pause)
@@ -207,7 +224,7 @@ class Server:
         self._probing = False
         count_progress("requests to reward servers")
 
-        # A server that limits the rate, or refuses a request, is alive.
+        # A server that limits the rate, or rejects a request, is available.
         if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:
             self._failures = 0
             self._opened = None
@@ -217,6 +234,7 @@ class Server:
             self._opened = time.monotonic()
 
     def _circuit_open_reply(self) -> Reply:
+        """Count a request that is not sent, and return its failure."""
         self.counts[CIRCUIT_OPEN] += 1
         message = (
             f"the last {self._failures} requests to the server failed; nothing is sent to it for a while"
@@ -224,7 +242,7 @@ class Server:
         return Reply(CIRCUIT_OPEN, message)
 
     async def _wait_for_turn(self) -> None:
-        """Wait for the end of a pause that the server asked for, and for the configured rate."""
+        """Wait for the end of a pause that the server requested, and for the configured rate."""
         while (wait := self._not_before - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         if self.config.rate is not None:
@@ -238,7 +256,7 @@ class Server:
         """Send a request once."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
-                return self._read(response, await _content(response))
+                return self._read(response, await _content(response, self._largest_reply))
         except TimeoutError:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
@@ -254,21 +272,21 @@ class Server:
         response: aiohttp.ClientResponse,
         content: bytes,
     ) -> _Attempt:
-        """Return the reply in a response: its JSON, or the reason why it is a failure."""
+        """Parse a response into its JSON value, or into a failure that may be worth a retry."""
         text = self._without_secrets(content.decode("utf-8", "replace"))
         status = response.status
 
         # Success. A malformed reply is not retried: the same request would get the same reply.
         if 200 <= status < 300:
             try:
-                if len(content) > LARGEST_REPLY:
-                    raise ValueError(f"more than {LARGEST_REPLY} bytes")
+                if len(content) > self._largest_reply:
+                    raise ValueError(f"more than {self._largest_reply} bytes")
                 return _Attempt(Reply(None, value=json.loads(text)))
             except (ValueError, RecursionError) as error:
                 message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
                 return _Attempt(Reply(NONSENSE, message))
 
-        # Failure. Timeouts, rate limits and errors of the server may be temporary; refusals are not.
+        # Failure. Timeouts, rate limits and server errors may be temporary; other 4xx errors are not.
         reason = STATUS
         if status == 429:
             reason = RATE_LIMITED
@@ -295,7 +313,7 @@ class Server:
         return min(max(seconds, 0.0), self.config.longest_wait)
 
     def _without_secrets(self, text: str) -> str:
-        """Return text that may be logged: header values hidden, characters that UTF-8 can hold."""
+        """Return text that may be logged: without header values, and valid as UTF-8."""
         for secret in self._secrets.values():
             # The key after `Bearer` may appear without that word.
             for fragment in (secret, *secret.split()):
@@ -304,19 +322,22 @@ class Server:
         return replace_surrogates(text)
 
 
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response, cut somewhere above the largest size."""
+async def _content(response: aiohttp.ClientResponse, largest: int) -> bytes:
+    """Return the body of a response; reading stops once it exceeds ``largest`` bytes."""
     content = bytearray()
     async for data in response.content.iter_any():
         content.extend(data)
-        if len(content) > LARGEST_REPLY:
+        if len(content) > largest:
             response.close()
             break
     return bytes(content)
 
 
-def secret_headers(config: RewardServerConfig, key_from: str | None = None) -> dict[str, str]:
-    """Return the headers whose values are in environment variables; ``key_from`` names that of an API key."""
+def secret_headers(config: ServerConfig, key_from: str | None = None) -> dict[str, str]:
+    """Return the headers whose values are in environment variables.
+
+    ``key_from``: variable with an API key, which is sent as bearer token.
+    """
     headers = {header: os.environ[name] for header, name in config.headers.items()}
     if key_from is not None:
         headers["Authorization"] = f"Bearer {os.environ[key_from]}"
@@ -324,7 +345,7 @@ def secret_headers(config: RewardServerConfig, key_from: str | None = None) -> d
 
 
 def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
-    """Return the numbers of requests, retries and failures of a round, per sample."""
+    """Return the counters of a round as metrics, each divided by the number of samples."""
     names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
     if name == "judge":
         names.append(CACHE_HITS)
@@ -353,8 +374,8 @@ class HttpReward:
         self.server = Server(config, config.url, secret_headers(config))
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
-        # Each request has several samples, or one group.
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
+        # A request contains several samples, or one group.
         requests = self._rows_of_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
         bodies = []
@@ -362,13 +383,13 @@ class HttpReward:
             bodies.append({"samples": [{name: samples[row][name] for name in fields} for row in rows]})
 
         answers: dict[int, Answer] = {}
-        for rows, reply in zip(requests, self.server.ask(bodies), strict=True):
-            answers.update(zip(rows, _rewards(reply, len(rows)), strict=True))
+        for rows, reply in zip(requests, self.server.post(bodies), strict=True):
+            answers.update(zip(rows, _answers_in_reply(reply, len(rows)), strict=True))
         metrics = _request_metrics("http", self.server.counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _rows_of_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
-        """Return the rows of each request: a group, or a fixed number of samples."""
+        """Return the rows of each request: those of a group, or ``samples_per_request`` rows."""
         if GROUP in self.takes:
             return [*rows_by_group(samples)]
         rows = range(len(samples))
@@ -376,10 +397,10 @@ class HttpReward:
         return [rows[start : start + size] for start in rows[::size]]
 
     def close(self) -> None:
-        """Do nothing: no connection outlives a step."""
+        """Do nothing: connections are closed after each call of `score`."""
 
 
-def _rewards(reply: Reply, count: int) -> list[Answer]:
+def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
     """Return one answer per sample from the reply to a request with ``count`` samples."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
@@ -388,7 +409,7 @@ def _rewards(reply: Reply, count: int) -> list[Answer]:
     if isinstance(reply.value, dict):
         rewards = reply.value.get("rewards")
     if isinstance(rewards, list) and len(rewards) == count:
-        return [_reward(value) for value in rewards]
+        return [_answer_in_entry(value) for value in rewards]
 
     got = f"{reply.value!r:.200}"
     if isinstance(rewards, list):
@@ -397,8 +418,8 @@ def _rewards(reply: Reply, count: int) -> list[Answer]:
     return [Answer(NONSENSE, message)] * count
 
 
-def _reward(value: Any) -> Answer:
-    """Return the answer for one entry of a reply: a reward, a mapping with one, or an error."""
+def _answer_in_entry(value: Any) -> Answer:
+    """Return the answer in one entry of a reply: a number, a mapping with a reward, or one with an error."""
     if isinstance(value, dict) and "reward" not in value and "error" in value:
         return Answer(REPORTED, escape_unprintable(f"{value['error']!s:.500}"))
     answer = read_answer(reward_frame(value))
@@ -409,15 +430,15 @@ def _reward(value: Any) -> Answer:
 # A language model as a judge
 
 _Request = tuple[str, int]
-"""Request as JSON text, the key of the cache, and a number that makes it unique if nothing is cached."""
+"""Key of the cache: a request as JSON text, and 0; or the row without a cache, so that all keys differ."""
 
 
 class JudgeReward:
     """Reward from the verdicts of a language model; see `JudgeConfig`.
 
-    Template and parser are functions that run contained, unless the template is text. The judge's text is
-    cached by request if the parser can read it, so that equal samples are judged once; the least recently
-    used entries are evicted first.
+    The parser is a function that runs contained; so is the template, unless it is text. The judge's text is
+    cached by request if the parser finds a verdict in it, so that equal samples are sent to the judge once;
+    the least recently used entries are evicted first.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -438,13 +459,13 @@ class JudgeReward:
                 self._template = self._function(
                     config.template,
                     "template",
-                    writes=True,
+                    returns_text=True,
                 )
         except BaseException:
             self.close()
             raise
 
-        # Samples need what either of the two functions takes.
+        # Samples must have the optional arguments of both functions.
         self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
         self.missing = self._parser.missing
 
@@ -457,23 +478,26 @@ class JudgeReward:
         spec: str,
         name: str,
         *,
-        writes: bool = False,
+        returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> FunctionReward:
-        """Return the processes of the template or the parser; raises UserError for one of groups."""
+        """Start the worker processes of the template or the parser; ``name`` is its key.
+
+        Raises UserError for a function with a parameter ``group``.
+        """
         settings = RewardConfig(spec, limits=self.config.limits)
         function = FunctionReward(
             settings,
             "reward.judge",
             name,
-            writes=writes,
+            returns_text=returns_text,
             extra_arguments=extra_arguments,
         )
         self._functions.append(function)
 
         if GROUP in function.takes:
             raise UserError(
-                f"the {name} of the judge has a parameter `{GROUP}`: a judge is asked about single responses",
+                f"the {name} of the judge has a parameter `{GROUP}`: a judge gets single responses",
                 where=f"reward.judge.{name}",
                 expected="a function of one response",
                 got=spec,
@@ -482,7 +506,7 @@ class JudgeReward:
         return function
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         answers: dict[int, Answer] = {}
 
         # The judge's prompts; the user's template may fail for some samples.
@@ -493,7 +517,7 @@ class JudgeReward:
             else:
                 answers[row] = judge_prompt
 
-        # Texts of the judge.
+        # The judge's texts.
         replies, counts = self._replies(list(requests.values()))
         texts: dict[int, str] = {}
         for row, request in requests.items():
@@ -517,34 +541,34 @@ class JudgeReward:
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the judge's prompt for each sample, as the ``text`` of an answer."""
+        """Return the judge's prompt for each sample as `Answer.text`, or the template's failure."""
         if self._template is not None:
             return self._template.answers(samples)
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _request(self, prompt: Any, row: int) -> _Request:
-        """Return the request of a judge's prompt, unique to the row if nothing is cached."""
+        """Return the request for a judge's prompt (text or messages)."""
         messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
 
-        # Sorted keys make equal requests equal texts; `parameters` may override the defaults.
+        # Sorted keys give equal requests the same text; `parameters` may override the defaults.
         config = self.config
         body = {"temperature": config.temperature, "max_tokens": config.max_tokens, **config.parameters}
         body_text = json.dumps({**body, "model": config.model, "messages": messages}, sort_keys=True)
         return body_text, 0 if config.cache else row
 
     def _replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
-        """Return the reply with the judge's text for each request, and the counts of the round."""
-        # Each distinct request once: samples of a group often have equal responses.
+        """Return the reply with the judge's text for each request, and the counters of the round."""
+        # Send each distinct request once: samples of a group often have equal responses.
         cached_replies = {
             request: Reply(None, value=self._cache[request]) for request in requests if request in self._cache
         }
         new_requests = [request for request in dict.fromkeys(requests) if request not in cached_replies]
         bodies = [json.loads(body_text) for body_text, _ in new_requests]
-        new_replies = [_completion_text(reply) for reply in self.server.ask(bodies)]
+        new_replies = [_completion_text(reply) for reply in self.server.post(bodies)]
 
-        # Entries move to the end when they are used, and are dropped from the front.
+        # Entries move to the end when they are used, and are evicted from the front.
         for request in cached_replies:
             self._cache.move_to_end(request)
         for request, reply in zip(new_requests, new_replies, strict=True):
@@ -563,7 +587,7 @@ class JudgeReward:
 
 
 def _completion_text(reply: Reply) -> Reply:
-    """Return a reply with the text of its chat completion as the value."""
+    """Replace the JSON value of a reply by the text of its chat completion."""
     if reply.reason is not None:
         return reply
 

@@ -1,8 +1,7 @@
-"""The process in which a reward function runs, and the answers that it sends.
+"""Worker process of a reward function, and the answers that it sends.
 
-The one idea: user code can only produce frames of JSON, which the trainer reads with `read_answer`; a frame
-that this function does not understand ends the process. `megatron_rl.rewards.function` starts `serve`
-contained.
+The one idea: user code can only produce frames of JSON, which the trainer validates with `read_answer`. For a
+malformed frame, the trainer kills the process. `megatron_rl.rewards.calls` starts `serve` contained.
 """
 
 from __future__ import annotations
@@ -33,32 +32,32 @@ SCORED = "scored"
 FAILED = "failed"
 """Kind of a frame: the reason why there is no reward."""
 WRITTEN = "written"
-"""Kind of a frame: text or messages that a function has written, such as a template for a judge."""
+"""Kind of a frame: text or messages that a function returned, such as the prompt from a judge's template."""
 EXCEPTION = "exception"
-"""Reason of a sample: the function raised."""
+"""Failure reason of a sample: the function raised."""
 NOT_FINITE = "not_finite"
-"""Reason of a sample: NaN, infinite, or beyond float32."""
+"""Failure reason of a sample: the reward or a component is NaN, infinite, or too large for float32."""
 WRONG_TYPE = "wrong_type"
-"""Reason of a sample: the function returned something other than a reward."""
+"""Failure reason of a sample: the function returned something other than a reward."""
 TIMEOUT = "timeout"
-"""Reason of a sample: the call ran too long. The trainer finds it, or the worker of a coroutine function."""
+"""Failure reason of a sample: the call ran too long. A coroutine's worker detects it, else the trainer."""
 CRASHED = "crashed"
-"""Reason of a sample: the process ended."""
+"""Failure reason of a sample: the process ended."""
 
-LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number that float32 holds."""
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+"""Largest finite number in float32."""
 LARGEST_NAME = 100
-"""Characters of a component's name, which becomes the name of a metric."""
-MOST_COMPONENTS = 64
-"""Components of a reward, each of which is a metric."""
+"""Longest name of a component in characters; it becomes part of a metric's name."""
+MAX_COMPONENTS = 64
+"""Largest number of components of a reward; each becomes a metric."""
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
-"""Arguments of every call; for a group, `GROUP` takes the place of the response."""
+"""Arguments of every call; in a call for a group, `GROUP` replaces the response."""
 TURNS = "turns"
-"""Argument for a function with a parameter of that name: the turns of a conversation."""
+"""Argument for functions with a parameter of this name: the turns of a conversation."""
 TOKENS = "tokens"
-"""Argument for a function with a parameter of that name: the tokens of the response."""
+"""Argument for functions with a parameter of this name: the tokens of the response."""
 GROUP = "group"
-"""Argument for a function with a parameter of that name: the responses of a group."""
+"""Argument for functions with a parameter of this name: the responses of a group."""
 
 _SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
 _NAMES_OF_OTHERS = {
@@ -78,12 +77,12 @@ _NAMES_OF_OTHERS = {
     # OpenRLHF's reward_func.
     "queries": "`prompt` and `response`",
     "labels": "`ground_truth`, of one prompt",
-    # Columns that data sets have for the ground truth.
+    # Names of the ground truth in data sets.
     "label": "`ground_truth`",
     "answer": "`ground_truth`",
     "solution": "`ground_truth`",
 }
-"""Parameters of other projects' reward functions, with the parameters to use instead."""
+"""Parameter of other projects' reward functions -> parameter to use instead."""
 
 
 # Answers
@@ -98,7 +97,7 @@ class Answer(NamedTuple):
     """
 
     reason: str | None
-    """One of the reasons above, None for an answer."""
+    """One of the failure reasons above, or None for success."""
     message: str = ""
     """Details of a failure."""
     reward: float = math.nan
@@ -106,11 +105,11 @@ class Answer(NamedTuple):
     components: Mapping[str, float] = {}
     """Parts of the reward by name, for metrics."""
     text: Any = None
-    """Text or list of messages that a function has written, such as a template for a judge."""
+    """Text or list of messages that a function returned, such as the prompt from a judge's template."""
 
 
 def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
-    """Return the answers in a worker's frame for ``count`` samples, None for a malformed frame."""
+    """Return the answers in a worker's frame for ``count`` samples, or None for a malformed frame."""
     frames = frame.get("answers")
     if not isinstance(frames, list) or len(frames) != count:
         return None
@@ -125,7 +124,7 @@ def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
 
 
 def read_answer(frame: Mapping[str, Any]) -> Answer | None:
-    """Return the answer in a frame about one sample, None for a malformed frame.
+    """Return the answer in a frame for one sample, or None for a malformed frame.
 
     User code may have written the frame itself, so every value is checked.
     """
@@ -139,10 +138,10 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
     if INVALID_TEXT in frame:
         return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
-    # A template for a judge, which writes a prompt.
+    # Text, such as the prompt from a judge's template.
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
-        return Answer(None, text=text) if is_writing(text) else None
+        return Answer(None, text=text) if is_text_or_messages(text) else None
 
     # A reward with its components.
     components = frame.get("components")
@@ -153,17 +152,17 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
 
 
 def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
-    """Return the answer with a reward and its components, None for values that are not numbers."""
+    """Convert a reward and its components to an answer, or to None if a value is not a number."""
     if not all(isinstance(number, int | float) for number in numbers.values()):
         return None
 
     for name, number in numbers.items():
-        if not abs(number) <= LARGEST:  # true for NaN, too
+        if not abs(number) <= LARGEST_FLOAT32:  # true for NaN, too
             return Answer(NOT_FINITE, f"{escape_unprintable(name)} is {number}, beyond what float32 holds")
 
     reward = float(numbers.pop("reward"))
-    if len(numbers) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
-        message = f"more than {MOST_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
+    if len(numbers) > MAX_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
+        message = f"more than {MAX_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
         return Answer(WRONG_TYPE, message)
     return Answer(
         None,
@@ -173,7 +172,7 @@ def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
     )
 
 
-def is_writing(value: Any) -> bool:
+def is_text_or_messages(value: Any) -> bool:
     """Return whether a value is text, or a list of messages with ``role`` and ``content``."""
     if isinstance(value, str):
         return True
@@ -181,6 +180,7 @@ def is_writing(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
+    """Return whether a value is a message: a mapping of ``role`` and ``content`` to text."""
     return (
         isinstance(value, dict)
         and set(value) == {"role", "content"}
@@ -195,17 +195,17 @@ class Traits(NamedTuple):
     """Parameters of a function, and whether it is a coroutine function."""
 
     takes: frozenset[str] = frozenset()
-    """Names of its parameters."""
+    """Names of the function's parameters."""
     requires: frozenset[str] = frozenset()
     """Names of the parameters without a default."""
     takes_all: bool = True
-    """Whether it takes every other name, too (``**kwargs``)."""
+    """Whether the function accepts any other name, too (``**kwargs``)."""
     concurrent: bool = False
-    """Whether it is a coroutine function, of which many calls may be open at the same time."""
+    """Whether the function is a coroutine function, whose calls run concurrently."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Traits:
-        """Return the traits of a function; one without a signature takes everything."""
+    def of_function(cls, function: Callable[..., Any]) -> Traits:
+        """Return the traits of a function; one without a signature accepts any name."""
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
@@ -223,12 +223,12 @@ class Traits(NamedTuple):
             concurrent,
         )
 
-    def write(self) -> dict[str, Any]:
-        """Return the traits as a frame that `read` takes."""
+    def to_frame(self) -> dict[str, Any]:
+        """Return the traits as values of JSON; see `from_frame`."""
         return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
 
     @classmethod
-    def read(cls, frame: Mapping[str, Any]) -> Traits:
+    def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
         """Return the traits in a worker's frame."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
@@ -237,13 +237,13 @@ class Traits(NamedTuple):
             frame.get("concurrent") is True,
         )
 
-    def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values whose names the function takes."""
+    def accepted_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values for which the function has a parameter."""
         return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
 
 
 def parameter_hints(names: Iterable[str]) -> str:
-    """Return what to write for parameters of other projects' reward functions; empty for other names.
+    """Return a hint with the replacements for parameters of other projects' reward functions, or "".
 
     Example:
         >>> parameter_hints(["solution_str", "style"])
@@ -255,27 +255,27 @@ def parameter_hints(names: Iterable[str]) -> str:
     return f"replace them: {'; '.join(hints)}"
 
 
-def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its positional-only parameters taken by name, too."""
+def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that its positional-only parameters can be passed by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
         return function
 
-    # Calls name every argument, so that positional-only parameters are filled from the names.
+    # The worker passes every argument by name.
     positional = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_ONLY]
     if not positional:
         return function
 
-    def call(**values: Any) -> Any:
+    def call_by_name(**values: Any) -> Any:
         arguments = [values.pop(parameter.name, parameter.default) for parameter in positional]
         return function(*arguments, **values)
 
-    return call
+    return call_by_name
 
 
-def require_returns(function: Callable[..., Any]) -> None:
-    """Raise TypeError for a generator function: its call returns a generator, whatever it yields."""
+def reject_generator(function: Callable[..., Any]) -> None:
+    """Raise TypeError for a generator function, whose call returns a generator and not a reward."""
     for candidate in (function, getattr(function, "__call__", None)):  # noqa: B004
         if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
             raise TypeError(
@@ -288,9 +288,9 @@ def require_returns(function: Callable[..., Any]) -> None:
 
 
 def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
-    """Return the frames of a reward function's value.
+    """Convert the value that a reward function returned to one frame per sample.
 
-    ``count`` is the number of samples of a group, None for a call for one sample.
+    ``count`` is the number of samples of a group, or None in a call for one sample.
     """
     if count is None:
         return [reward_frame(value)]
@@ -302,7 +302,7 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
         message = f"expected a reward for each of {count} responses, got {type(value).__name__}{size}"
         return [failure_frame(WRONG_TYPE, message)] * count
 
-    # A function of a group may return an exception for a single sample.
+    # A function for a group may return an exception in place of a single sample's reward.
     frames = []
     for sample_value in value:
         if isinstance(sample_value, BaseException):
@@ -313,15 +313,15 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
 
 
 def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return the frame with the text that a function has written, such as a template for a judge."""
-    if is_writing(value):
+    """Return the frame with the text or messages that a function returned, such as a judge's template."""
+    if is_text_or_messages(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
     return [failure_frame(WRONG_TYPE, message)]
 
 
 def reward_frame(value: Any) -> dict[str, Any]:
-    """Return the frame of a reward with components, or of the failure of any other value.
+    """Return the frame for a reward with components, or a failure frame for any other value.
 
     Example:
         >>> reward_frame({"reward": 1, "length": 0.5})
@@ -336,7 +336,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
         numbers = {str(name): _number(component) for name, component in components.items()}
     except WrongType as error:
         return failure_frame(WRONG_TYPE, str(error))
-    if len(numbers) < len(components):  # 1 and "1" are different keys, and one name
+    if len(numbers) < len(components):  # 1 and "1" are different keys of the mapping, but the same name
         return failure_frame(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
 
     for name, number in numbers.items():
@@ -346,12 +346,12 @@ def reward_frame(value: Any) -> dict[str, Any]:
 
 
 def failure_frame(reason: str, message: str) -> dict[str, Any]:
-    """Return the frame of a failure."""
+    """Return the frame for a failure; a message that is too long loses its beginning."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
 class WrongType(Exception):
-    """User code returned something that is not a number."""
+    """Error: user code returned something that is not a number."""
 
 
 def _number(value: Any) -> float:
@@ -379,33 +379,33 @@ def serve(
 ) -> None:
     """Load the function, report its traits, and answer calls until the trainer closes the requests.
 
-    ``unenforced_limits`` are the limits that the kernel does not enforce. Each reply has the number of its
-    call.
+    ``unenforced_limits`` are descriptions of limits that the kernel does not enforce. Each reply has the
+    number of its call.
     """
-    search_path, spec, arguments, writes, timeout = requests.read()
+    search_path, spec, arguments, returns_text, timeout = requests.read()
 
-    # The user's module may import its neighbours.
+    # The user's module may import other modules of its folder.
     set_module_sources(search_path)
     try:
         function = load_callable(spec)
-        require_returns(function)
+        reject_generator(function)
     except BaseException as error:  # the import of the user's module may even exit
         requests.refuse(error)
         return
 
-    traits = Traits.of(function)
-    function = called_by_name(function)
-    frames_of = text_frames if writes else reward_frames
-    calls = _Calls(requests, limits, function, traits, arguments, frames_of, timeout)
-    requests.reply({"kind": READY, "missing": unenforced_limits, **traits.write()})
+    traits = Traits.of_function(function)
+    function = accept_keywords(function)
+    frames_of = text_frames if returns_text else reward_frames
+    calls = _CallLoop(requests, limits, function, traits, arguments, frames_of, timeout)
+    requests.reply({"kind": READY, "missing": unenforced_limits, **traits.to_frame()})
     if traits.concurrent:
-        asyncio.run(calls.serve_together())
+        asyncio.run(calls.serve_concurrently())
     else:
         calls.serve()
 
 
-class _Calls:
-    """Calls of one function, one after another or many at the same time."""
+class _CallLoop:
+    """Loop that makes the calls of one function, one after another or concurrently."""
 
     def __init__(
         self,
@@ -434,17 +434,18 @@ class _Calls:
             except EOFError:
                 return
 
-            # The limit of processor time begins again with every call.
+            # The limit of processor time is per call.
             for number, item in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
-                    frames = self._frames_of(self._function(**self._named(item)), _group_size(item))
+                    value = self._function(**self._arguments_of(item))
+                    frames = self._frames_of(value, _group_size(item))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
                     frames = _all_failed(item, EXCEPTION, format_error(error))
                 self._reply(number, frames)
 
-    async def serve_together(self) -> None:
-        """Make every call as soon as it arrives: the trainer limits how many are open."""
+    async def serve_concurrently(self) -> None:
+        """Make every call as soon as it arrives; the trainer limits the number of open calls."""
         loop = asyncio.get_running_loop()
         arrivals = asyncio.Queue()
         threading.Thread(target=self._listen, args=(loop, arrivals), daemon=True).start()
@@ -455,14 +456,14 @@ class _Calls:
             task = asyncio.create_task(self._call(*call))
             open_calls.add(task)
             task.add_done_callback(open_calls.discard)
-        os._exit(0)  # the answers of open calls are no longer read
+        os._exit(0)  # the trainer no longer reads answers, so open calls are abandoned
 
     def _listen(
         self,
         loop: asyncio.AbstractEventLoop,
         arrivals: asyncio.Queue,
     ) -> None:
-        """Put every call into the queue, None at the end; runs in a thread, since reading blocks."""
+        """Put every call into the queue, and None at the end; runs in a thread, since reading blocks."""
         while True:
             try:
                 calls = self._requests.read()
@@ -481,30 +482,33 @@ class _Calls:
             frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
         except TimeoutError:
             frames = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
-        except asyncio.CancelledError:  # only the function itself cancels it
+        except asyncio.CancelledError:  # nothing but the function itself cancels this task
             frames = _all_failed(item, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 
     async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Await the function and return the frames for its value or its error."""
         try:
-            return self._frames_of(await self._function(**self._named(item)), _group_size(item))
+            value = await self._function(**self._arguments_of(item))
+            return self._frames_of(value, _group_size(item))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # sys.exit would end the loop, and every call with it
+        except BaseException as error:  # sys.exit would end the event loop, and every call with it
             return _all_failed(item, EXCEPTION, format_error(error))
 
-    def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call that the function has parameters for."""
-        return self._traits.accepted({**item, **self._arguments})
+    def _arguments_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments for which the function has a parameter: the call's and the configured ones."""
+        return self._traits.accepted_arguments({**item, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
+        """Send the answers to the call with this number."""
         if os.getpid() != self._process_id:
-            os._exit(0)  # a child that the function forked, and that returned into this code
+            os._exit(0)  # this is a child that the function forked and that returned into the loop
         self._requests.reply({"call": number, "answers": frames})
 
 
 def _group_size(item: Mapping[str, Any]) -> int | None:
-    """Return the number of responses of a call for a group, None for a call for one response."""
+    """Return the number of responses in a call for a group, or None in a call for one response."""
     if GROUP not in item:
         return None
     return len(item[GROUP])

@@ -1,7 +1,8 @@
 """Construction of a run's roles from its resolved configuration.
 
-The one idea: every role with a Megatron model is built by `build_model_role` from its row of the table in
-`config.roles` and its section. `build_roles` adds the rollout engine, the weight sync and the rewards.
+The one idea: `build_model_role` builds every role that has a Megatron model, from its row of the table in
+`config.roles` and its section of the configuration. `build_roles` adds the rollout engine, the weight sync
+and the rewards.
 """
 
 from __future__ import annotations
@@ -58,19 +59,21 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, create_communicators
-from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.megatron.log_probs import TopTokens
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
+from megatron_rl.roles.served_teacher import ServedTeacher
 from megatron_rl.rollout.engines.base import make_engine
 from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.engines.vllm import make_tool_parser
@@ -88,33 +91,35 @@ class Roles:
     """
 
     actor: ModelRole
-    """The policy that learns."""
+    """The policy that is trained."""
     rollout: RolloutRole
-    """The engine that samples."""
+    """The engine that samples responses."""
     hybrid_engine: HybridEngine | ServedWeights
     """Weight sync from the actor to the engine."""
     reward: RewardRole
     """Rewards that are computed outside the training process."""
     scorers: Mapping[str, ModelRole] = field(default_factory=dict)
-    """Roles other than the actor that infer in the score phase, by name, in the order of the roles' table."""
+    """Roles by name whose forward passes precede the updates of a step, except the actor; in table order."""
     reward_models: tuple[RewardModel, ...] = ()
-    """Rewards by frozen models."""
+    """Frozen models that compute rewards."""
+    served_teacher: ServedTeacher | None = None
+    """Teacher behind a server, which computes log-probs in the score phase."""
     scoring_pass: bool = True
-    """Whether the actor computes log-probs before its first update of a step, see `scoring_reason`."""
+    """Whether the actor computes log-probs before the first update of a step, see `scoring_reason`."""
 
     @property
     def critic(self) -> ModelRole | None:
-        """Return the role that learns values, None if the algorithm has none."""
+        """Return the role with the value model, or None if the algorithm has no critic."""
         return self.scorers.get(CRITIC.name)
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether a row's reward comes from one scorer, not from a weighted sum of several."""
+        """Return whether rewards come from a single source rather than a weighted sum of several."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
     def learners(self) -> dict[str, ModelRole]:
-        """Return the roles whose weights and optimizers are saved in checkpoints, by name."""
+        """Return the trained roles by name: checkpoints store their weights and optimizers."""
         learning_scorers = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
         return {ACTOR.name: self.actor, **learning_scorers}
 
@@ -129,14 +134,19 @@ class Roles:
 
     @contextmanager
     def learners_resident(self) -> Iterator[None]:
-        """Keep weights and optimizer states of the learners in device memory, to save or restore them."""
+        """Keep weights and optimizer states of the trained roles in device memory inside the block.
+
+        Saving and restoring checkpoints needs this.
+        """
         with ExitStack() as stack:
             for role in self.learners.values():
                 stack.enter_context(role.resident(Use.STATE))
             yield
 
     def close(self) -> None:
-        """Release the engine, and end the reward and environment processes."""
+        """Close the teacher's client and the engine, and end the reward and environment processes."""
+        if self.served_teacher is not None:
+            self.served_teacher.close()
         self.reward.close()
         self.rollout.close()
 
@@ -148,37 +158,38 @@ def build_roles(
     *,
     templated: bool = False,
     actor: ModelRole | None = None,
-    say: Callable[[str], None] = print,
-    begin: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = print,
+    show_part: Callable[[str], None] | None = None,
 ) -> Roles:
-    """Build every role of a resolved configuration; the engine gets its weights at the first sync.
+    """Build every role of a resolved configuration; the engine receives its weights at the first sync.
 
     ``templated``: whether prompts were rendered with the tokenizer's chat template.
     ``actor``: an actor to use instead of building one.
-    ``say``: prints a line on the console.
-    ``begin``: shows which part is built next.
+    ``log``: prints a line on the console.
+    ``show_part``: shows the name of the part that is built next, or None to show nothing.
 
     Collective over the world.
     """
-    begin = begin or _show_nothing
+    show_part = show_part or _show_nothing
     filters = config.rollout.filters
     reward = RewardRole(
         config.reward, tokenizer, filters=filters, learns_from_rewards=algorithm.needs_rewards
     )
     adapters = separate_adapters(config)
 
-    # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
+    # The engine is built first and put to sleep: engine and models need not fit in device memory together.
     routing = _routing_shape(config, "rollout")
-    begin(f"engine {config.rollout.engine}")
+    show_part(f"engine {config.rollout.engine}")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
     if actor is None:
-        begin(f"actor from {config.model.path}")
+        show_part(f"actor from {config.model.path}")
         actor = build_actor(config, updates=_update_count(config))
-    begin("other roles")
+    actor.squared_probs = algorithm.needs_squared_probs
+    show_part("other roles")
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
-    begin("plan of the weight sync")
-    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, say)
+    show_part("plan of the weight sync")
+    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
 
     needs_scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(
@@ -188,17 +199,34 @@ def build_roles(
         reward,
         scorers,
         models,
+        _build_served_teacher(config, algorithm),
         needs_scoring_pass,
     )
 
-    # Offloaded models leave the device until the first phase that needs them.
+    # Move the models of roles with ``offload`` to host memory until the first phase that needs them.
     for role in roles.models:
-        role.residency.leave()
+        role.residency.offload_all()
     return roles
 
 
+def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeacher | None:
+    """Build the client of a teacher's server; return None for a run without one."""
+    if config.teacher_server is None or not algorithm.needs_teacher:
+        return None
+    top = _top_tokens(config, algorithm.distillation.top_tokens)
+    return ServedTeacher(config.teacher_server, top, longest_row(config))
+
+
+def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
+    """Return the request for a teacher's ``count`` most likely tokens, or None for a count of 0."""
+    if not count:
+        return None
+    # Only tokens that the actor has: a teacher's embedding may have further rows.
+    return TopTokens(count, read_pretrained(Path(config.model.path) / "config.json").shape.vocab)
+
+
 def _show_nothing(name: str) -> None:
-    """Ignore the name of the part to be built."""
+    """Ignore the name of the next part: the default of ``show_part`` in `build_roles`."""
 
 
 def build_frozen_roles(
@@ -210,11 +238,12 @@ def build_frozen_roles(
 ) -> Roles:
     """Build the roles that evaluation needs: a policy without an optimizer, the engine and the rewards.
 
-    ``path`` as for `build_frozen_policy`. Collective over the world.
+    ``path``: Hugging Face model of the policy; None builds a policy into which a checkpoint of the run can be
+    loaded. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
 
-    # The adapters of a Hugging Face model are merged: the engine gets none separately.
+    # A Hugging Face model has its adapters merged: the engine receives no separate ones.
     adapters = None
     if path is None:
         adapters = separate_adapters(config)
@@ -236,9 +265,9 @@ def build_frozen_roles(
 
 
 def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
-    """Build the actor from the model of its last ended stage, or from `model.path`.
+    """Build the actor from the result of its last completed training stage, or else from `model.path`.
 
-    ``updates``: optimizer steps of the learning-rate schedule; None builds the actor without an optimizer.
+    ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer.
 
     Collective over the world.
     """
@@ -246,12 +275,12 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
 
 
 def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles other than the actor that infer in the score phase, by name.
+    """Build the roles, except the actor, whose forward passes precede the updates of a step.
 
-    These are the roles that the algorithm needs, and the configured ones that no algorithm needs. Collective
-    over the world.
+    These are the roles that the algorithm needs, such as a critic, and configured roles that are independent
+    of the algorithm, such as teachers. Collective over the world.
     """
-    # In the table's order, on every rank: building a model creates communicators, which is collective.
+    # On every rank in table order: building a model creates communicators, which is collective.
     scorers: dict[str, ModelRole] = {}
     for spec in MODEL_ROLES:
         if spec is ACTOR or spec.phase != ACTOR.phase:
@@ -259,13 +288,22 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
 
         if spec.need is None or spec.needed(algorithm):
             for path in spec.sections(config):
-                updates = _update_count(config)
-                scorers[role_of(path)] = build_model_role(config, spec, path, updates=updates, actor=actor)
+                scorers[role_of(path)] = build_model_role(
+                    config,
+                    spec,
+                    path,
+                    updates=_update_count(config),
+                    actor=actor,
+                    top_tokens=algorithm.distillation.top_tokens if spec.top_outputs else 0,
+                )
     return scorers
 
 
 def build_reward_model(config: RunConfig, name: str) -> RewardModel:
-    """Build a reward model, frozen unless its training stage has not ended. Collective over the world."""
+    """Build the reward model `reward.models.NAME`. Collective over the world.
+
+    It is frozen, unless it has a training stage that is not completed.
+    """
     section = config.reward.models[name]
     role = build_model_role(
         config,
@@ -277,7 +315,10 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a stage trains, without an optimizer. Collective over the world."""
+    """Build the role that a training stage before the run trains, without an optimizer.
+
+    Collective over the world.
+    """
     return build_model_role(config, spec_at(plan.role), plan.role, updates=None)
 
 
@@ -288,12 +329,18 @@ def build_model_role(
     *,
     updates: int | None,
     actor: ModelRole | None = None,
+    top_tokens: int = 0,
 ) -> ModelRole:
     """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
-    With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
-    model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
-    `build_actor`, ignored for a role that never learns in a step. Collective over the world.
+    ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer. Ignored
+        for a role that training steps do not update.
+    ``actor``: actor to share weights with, if the table allows it and both start from the same weights. The
+        role then uses the actor's model with the actor's adapters disabled, or the actor's base weights under
+        its own adapters. None to share nothing.
+    ``top_tokens``: number of most likely tokens that it returns for each token, or 0 for none.
+
+    Collective over the world.
     """
     # The role's section and layout, and the model that it starts from.
     section: Any = role_sections(config)[path]
@@ -301,7 +348,7 @@ def build_model_role(
     layout = role_layout(section.layout, f"{path}.layout")
     model_path, trainable = _starting_point(config, spec, path, section)
 
-    # Two ways of sharing weights with the actor, both on the actor's own ranks.
+    # Two ways of sharing weights with the actor, both only with the actor's layout.
     initial_of: ModelRole | None = None
     base_owner: ModelRole | None = None
     if is_initial_actor(config, path):
@@ -326,7 +373,7 @@ def build_model_role(
         if model is not None and trainable:
             _attach_adapters(config, model, _adapters(config, spec, section), model_path)
 
-    # Sharing and freezing come before the optimizer, which wraps the parameters that require a gradient.
+    # Share and freeze weights before the optimizer is built: it wraps the parameters that require a gradient.
     if base_owner is not None and base_owner.model is not None and model is not None:
         share_base(model, base_owner.model)
     if spec is ACTOR and model is not None:
@@ -334,20 +381,20 @@ def build_model_role(
         if config.actor.freeze_router:
             model.freeze_routers()
 
-    # DDP allocates gradient buffers, the optimizer its states: only for roles that learn in a step.
+    # DDP allocates gradient buffers and the optimizer its states, so only for roles that steps update.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
-        wrap(model, section.optimizer.distributed, section.ddp)
+        wrap_in_ddp(model, section.optimizer.distributed, section.ddp)
         optimizer = Optimizer(model, section.optimizer, updates)
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)
 
-    # Updates replay the routing of the scoring pass, which only the actor records.
+    # With routing replay of updates, the actor's scoring pass records each token's experts for them.
     routing = None
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
 
-    # A scorer without columns of its own in the table, such as a teacher, has one under its name.
+    # A role without output columns in the table, such as a teacher, has one column with the role's name.
     outputs = spec.outputs
     if not outputs:
         outputs = (path.removeprefix(f"{spec.section}."),)
@@ -357,6 +404,8 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
+        top_tokens=_top_tokens(config, top_tokens),
+        top_outputs=spec.top_outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,
@@ -368,7 +417,7 @@ def build_model_role(
 
 
 def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
-    """Return the actor of a model and an optimizer that a training script has built."""
+    """Return an actor role for a model and an optimizer that a Megatron training script has built."""
     return ModelRole(
         ACTOR.name,
         model.groups.layout,
@@ -381,13 +430,16 @@ def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer)
 
 
 def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) -> tuple[str | None, bool]:
-    """Return the Hugging Face model that a role starts from, and whether its weights are trainable."""
+    """Return the path of the Hugging Face model that a role starts from, and whether it is trainable.
+
+    The path is None if the role's section sets none.
+    """
     if spec is ACTOR:
         return present_model(config), True
     if spec is not REWARD_MODELS:
         return section.path, spec.trains
 
-    # A reward model learns in a stage of its own, and is frozen once that stage has written its model.
+    # A separate stage trains a reward model, which is frozen once that stage has written it.
     for plan in stage_plans(config):
         if plan.role == path and plan.ended:
             return str(plan.model), False
@@ -395,10 +447,10 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 
 
 def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
-    """Return the adapters to attach to a role's model, None without adapters.
+    """Return the settings of the adapters to attach to a role's model, or None without adapters.
 
-    A stage of the actor that has ended has merged the adapters of ``lora.path`` into its model, so new
-    ones start from zero.
+    A completed stage of the actor has merged the adapters in ``lora.path`` into its model. After it the actor
+    gets new adapters, which start from zero.
     """
     lora = getattr(section, "lora", None)
     if lora is not None and spec is ACTOR and present_model(config) != config.model.path:
@@ -414,17 +466,20 @@ def _attach_adapters(
     *,
     trainable: bool = True,
 ) -> None:
-    """Attach adapters to a model that starts from ``path``. Collective over the model's ranks."""
+    """Attach adapters to a model that starts from ``path``; do nothing if ``lora`` is None.
+
+    Collective over the model's ranks.
+    """
     if lora is not None:
         add_adapters(model, lora, config.seed, trainable=trainable)
-        note_base(model, weights_folder(config, path))
+        record_base_checksum(model, weights_folder(config, path))
 
 
 def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:
-    """Build a policy that does not learn; None on ranks outside the layout.
+    """Build a policy that is not trained; return None on ranks outside the layout.
 
-    ``path``: Hugging Face model to load; None builds a model, with the actor's adapters if it has any, that a
-    checkpoint of the run can be loaded into.
+    ``path``: Hugging Face model to load. None builds a model into which a checkpoint of the run can be
+    loaded, with the actor's adapters if it has any.
 
     Collective over the world.
     """
@@ -446,8 +501,10 @@ def build_pretrained(
     head: str = "lm",
     trainable: bool,
 ) -> ParallelModel | None:
-    """Build a model on ``layout`` and load its Hugging Face weights; None on ranks outside the layout.
+    """Build a model on ``layout`` and load its Hugging Face weights; return None on ranks outside the layout.
 
+    ``path``: folder of the Hugging Face model, or None for `model.path`.
+    ``recompute``: activation recomputation, as in the configuration.
     ``head``: ``lm`` for a policy, ``value`` for a critic or a reward model.
 
     Collective over the world.
@@ -458,7 +515,7 @@ def build_pretrained(
     if not groups.member:
         return None
 
-    # The user's ``actor.megatron`` settings follow, and override, the settings derived from the layout.
+    # The user's ``actor.megatron`` settings override those that are derived from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),
@@ -479,10 +536,10 @@ def build_pretrained(
 
 
 def weights_folder(config: RunConfig, path: str | None) -> str:
-    """Return the folder to read a role's weights from.
+    """Return the folder to read a role's initial weights from; ``path`` is the role's model.
 
-    A role that starts from the model of the actor's stages gets `model.path` until the stages have written
-    that model, which is then loaded into it.
+    If ``path`` is the result of the actor's stages and does not exist yet, that is `model.path`: the result
+    is loaded into the role once the stages have written it. It is `model.path` for None, too.
     """
     if path is None or (path == starting_model(config) and not Path(path).is_dir()):
         return config.model.path
@@ -490,14 +547,15 @@ def weights_folder(config: RunConfig, path: str | None) -> str:
 
 
 def _provider(config: RunConfig, path: str) -> Provider | None:
-    """Return the user's model code for the model at ``path``, None for a model of another shape.
+    """Return the user's model code (`model.provider`) for the model at ``path``.
 
-    Such a model, for example a smaller reward model, is built by Megatron's own code.
+    Returns None without such code, and for a model whose shape differs from `model.path`, for example a
+    smaller reward model: Megatron's GPTModel is used for it.
     """
     if config.model.provider is None:
         return None
 
-    # Name, head and tied embeddings may differ: the code builds any of them.
+    # Name, head and tied embeddings may differ: the user's code supports all variants of them.
     shapes = []
     for folder in (config.model.path, path):
         shapes.append(read_pretrained(Path(folder) / "config.json").shape)
@@ -514,15 +572,15 @@ def _build_hybrid_engine(
     actor: ModelRole,
     rollout: RolloutRole,
     has_separate_adapters: bool,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
     """Build the weight sync from the actor to an engine in these processes, or to servers."""
-    # Syncs read the weights, and need no gradients or optimizer states in device memory.
+    # Syncs only read the weights: gradients and optimizer states may be in host memory.
     engine = rollout.engine
     resident = partial(actor.resident, Use.READ)
     if not config.rollout.capabilities.in_process:
         assert engine is None or isinstance(engine, ServerGenerator)
-        return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
+        return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, log)
 
     assert not isinstance(engine, ServerGenerator)
     engine_adapters = None
@@ -542,7 +600,10 @@ def _build_hybrid_engine(
 
 
 def _routing_shape(config: RunConfig, replay: str) -> tuple[int, int] | None:
-    """Return the model's layers and experts per token if the run has this routing replay, None otherwise."""
+    """Return the model's numbers of layers and of experts per token, the shape of a token's routing.
+
+    Returns None unless `actor.routing_replay` is ``replay``.
+    """
     if config.actor.routing_replay != replay:
         return None
 
@@ -557,7 +618,10 @@ def _build_rollout(
     routing: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> RolloutRole:
-    """Build the engine, or the client of the servers, on the rollout's ranks. Collective over the world."""
+    """Build the rollout role, with the engine or the client of the servers on the role's ranks.
+
+    ``routing`` and ``adapters`` are passed to the engine. Collective over the world.
+    """
     layouts = role_layouts(config, device.world_size())
     layout = layouts["rollout"].checked()
 
@@ -565,7 +629,7 @@ def _build_rollout(
     create_communicators([layout.ranks])
     create_communicators(layout.groups("tensor"))
 
-    # Conversations need the chat format of the model, and the format of its tool calls.
+    # Rollouts with an environment need the model's chat format and the format of its tool calls.
     environment = config.rollout.environment
     chat = None
     parse_tool_calls = None
@@ -588,7 +652,7 @@ def _build_rollout(
             records=routing,
             adapters=adapters,
         )
-        # The roles that share its ranks are built next, in the memory that it releases.
+        # The roles on the same ranks are built next, in the device memory that the engine releases here.
         if engine is not None and device.rank() in sleeping_ranks(layouts):
             engine.sleep()
 
@@ -606,12 +670,12 @@ def _build_rollout(
 
 
 def _update_count(config: RunConfig) -> int:
-    """Return the number of optimizer steps of the whole run."""
+    """Return the total number of optimizer steps of the run."""
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 
 def _tokens_per_microbatch(config: RunConfig) -> int:
-    """Return the largest number of tokens of a micro-batch, which a resolved configuration has."""
+    """Return the maximum number of tokens in a micro-batch, which every resolved configuration sets."""
     budget = config.batch.tokens_per_microbatch
     assert budget is not None
     return budget

@@ -1,7 +1,7 @@
 """Rewards of responses: by Python functions and servers outside the training process, and by reward models.
 
-The one idea: each rank rewards its share of the rows and returns them as a `RowShard`, as a role with a model
-does; the step gathers the shards of all scorers and sums them.
+The one idea: each rank computes the rewards of some of the rows and returns them as a `RowShard`, like a role
+with a model. The step gathers the shards of all scorers and computes the weighted sum.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ from megatron_rl.types import (
 )
 
 COMPONENT = "component/"
-"""Prefix of reward components among a shard's values, so that none is mistaken for ``rewards``."""
+"""Prefix of reward components in ``RowShard.values``, so that a component may be named ``rewards``."""
 NO_REWARD = "no_reward"
-"""Reason of a row that no scorer rewards."""
+"""Reason of an invalid row that no scorer rewards."""
 MAX_REASON_CHARACTERS = 600
-"""Length to which the message of a failed reward is cut before it is stored with its sample."""
+"""Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
 
 EarlyRewards = Mapping[str, Mapping[int, Answer]]
-"""Rewards computed while other groups were still sampled: name of the scorer -> row -> answer."""
+"""Rewards computed while other groups were still being sampled: name of the scorer -> row -> answer."""
 
 
 class Scorer(Protocol):
     """Source of rewards outside the training process: a function's worker processes, or a server.
 
-    ``takes``: optional fields of `Sample` that it reads, such as `TURNS`.
-    ``missing``: descriptions of the limits of its processes that this machine does not enforce.
+    ``takes``: optional fields of `Sample` that the scorer reads, such as `TURNS`.
+    ``missing``: descriptions of the limits of the scorer's processes that this machine cannot enforce.
     """
 
     takes: frozenset[str]
     missing: tuple[str, ...]
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return the rewards of the samples, in their order."""
+        """Return the rewards of the samples, in the order of ``samples``."""
         ...
 
     def close(self) -> None:
-        """End its processes."""
+        """End the scorer's processes."""
         ...
 
 
 class NullScorer:
-    """Scorer with the same answer for every sample, for a run without any other scorer."""
+    """Scorer that returns the same answer for every sample, for a run without any other scorer."""
 
     takes: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class NullScorer:
 
 @dataclass(frozen=True)
 class ScorerResult:
-    """Rewards by one scorer of this rank's share of the rows.
+    """Rewards by one scorer for this rank's rows, about 1 / (number of ranks) of the batch.
 
     Example: on a rank that rewards rows 0 and 2, a function that returned ``{"reward": 1.0, "format": 0.5}``
     and then raised has ``shard.values`` ``{"rewards": [1.0, nan], "component/format": [0.5, nan]}`` and
@@ -106,29 +106,29 @@ class ScorerResult:
     name: str
     """Name of the scorer: ``function``, ``code``, ``http`` or ``judge``."""
     weight: float
-    """Factor of its rewards in the sum over scorers."""
+    """Weight of the scorer's rewards in the sum over scorers."""
     shard: RowShard
-    """``rewards`` [b] float32 and components of this rank's rows, NaN if they failed."""
+    """``rewards`` and components of this rank's rows, each [b] float32; NaN for failed rows."""
     metrics: Metrics
     """Metrics of the scorer on this rank."""
     failures: tuple[Failure, ...]
-    """Rewards that failed on this rank."""
+    """Failed calls on this rank."""
     reasons: Mapping[int, str]
-    """Reason of each row that failed on any rank."""
+    """Row -> reason of its failure, for failed rows of all ranks."""
 
 
 class RewardRole:
     """Rewards of rows by every configured scorer, computed outside the training process.
 
-    Functions and tests reward each rank's share of the rows, in worker processes of the rank. Only the first
-    rank sends requests to servers, so that request limits, cached answers and a server's health count for the
-    whole job.
+    Rows are divided among the ranks, and each rank runs functions and code tests in its worker processes.
+    Only the first rank sends requests to servers, so that limits of requests, cached answers and a server's
+    health apply to the whole job.
 
-    ``key``: configuration key of a function that is not the run's own, such as an evaluator's. Such a
-    function also rewards rows that an environment has rewarded.
-    ``filters``: filters of training samples, see `filter`.
-    ``learns_from_rewards``: whether the algorithm needs rewards; if so, and without any scorer, rows are
-        invalid.
+    ``key``: configuration key of the function, if that is not `reward.function`, such as an evaluator's. Such
+        a function also rewards rows that an environment has already rewarded.
+    ``filters``: filters of training samples, see `filter`; None for no filters.
+    ``learns_from_rewards``: whether the algorithm needs rewards. If it does and there is no scorer, rows
+        without a reward from an environment are invalid.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RewardRole:
         self._visible = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
-        # One worker: a function's processes work on one list of samples after the other.
+        # One worker: a function's processes handle one list of samples at a time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
         self._filters: ResponseFilters | None = None
@@ -157,12 +157,12 @@ class RewardRole:
                     _make_scorer(name, config, key),
                 )
         except BaseException:
-            # The scorers before the one that failed have started processes.
+            # Scorers that were created before the error have started processes.
             self.close()
             raise
 
         if not self._scorers:
-            # With reward models a row without another reward is valid, and this scorer adds nothing.
+            # If reward models exist or no rewards are needed, this scorer adds 0 to each row's reward.
             answer = Answer(NO_REWARD, _NO_SCORER)
             if config.models or not learns_from_rewards:
                 answer = Answer(None, "", 0.0)
@@ -170,7 +170,7 @@ class RewardRole:
 
     @property
     def first_scorer(self) -> str:
-        """Return the name of the first scorer, whose rewards count for accuracies."""
+        """Return the name of the first scorer, whose rewards the accuracy metrics use."""
         return next(iter(self._scorers))
 
     @property
@@ -180,12 +180,12 @@ class RewardRole:
 
     @property
     def has_functions(self) -> bool:
-        """Return whether a scorer can reward a group before the others are finished, see `start_early`."""
+        """Return whether a scorer can reward a group while others are still sampled, see `start_early`."""
         return bool(self._functions)
 
     @property
     def _functions(self) -> dict[str, FunctionReward]:
-        """Return the scorers that run on this rank, by name: servers are only called for whole batches."""
+        """Return the scorers that run in this rank's worker processes, by name; servers are excluded."""
         functions: dict[str, FunctionReward] = {}
         for name, (_, scorer) in self._scorers.items():
             if isinstance(scorer, FunctionReward):
@@ -194,18 +194,18 @@ class RewardRole:
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Describe the limits of the scorers' processes that this machine does not enforce."""
+        """Describe the limits of the scorers' processes that this machine cannot enforce."""
         sources: list[Scorer | ResponseFilters] = [scorer for _, scorer in self._scorers.values()]
         if self._filters is not None:
             sources.append(self._filters)
         return tuple(dict.fromkeys(text for source in sources for text in source.missing))
 
     def start_early(self, index: int, group: SequenceGroup) -> None:
-        """Start to reward a finished group in a thread, while other groups are sampled; see `gather_early`.
+        """Start computing a finished group's rewards in a thread, while other groups are still sampled.
 
-        ``index``: the group's index in its round.
+        `gather_early` returns them. ``index``: the group's index in its round.
         """
-        # Rows on which engine or environment failed, or that the environment rewarded, need no call.
+        # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
         answers = environment_answers(rollouts)
@@ -214,7 +214,7 @@ class RewardRole:
         if not rows:
             return
 
-        # All groups of a round have as many rows.
+        # All groups of a round have the same number of rows.
         round_rows = [index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
@@ -223,16 +223,18 @@ class RewardRole:
             verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
             self._early.append(verdicts)
 
-        # After the filters in the same thread, so that a scorer can wait for their verdicts.
+        # Submitted after the filters to the same thread, which has computed the verdicts when a scorer needs
+        # them.
         for name, scorer in self._functions.items():
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
             by_row = dict(zip(round_rows, samples, strict=True))
             self._early.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
 
     def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
-        """Return the rewards of the groups started since the last call, by row of the round.
+        """Return the rewards from all `start_early` calls on all ranks since the last gather.
 
-        Collective over the members.
+        The keys are the scorer's name, then the row in the round. Waits for rewards that are still being
+        computed. Collective over the replica group.
         """
         rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not rewards:
@@ -240,7 +242,6 @@ class RewardRole:
         if self._filters is not None:
             rewards[FILTERS] = {}
 
-        # Waits for the rewards that are still being computed.
         futures = self._early
         self._early = []
         for results in members.gather_objects([future.result() for future in futures]):
@@ -255,21 +256,21 @@ class RewardRole:
         members: ReplicaGroup,
         early: EarlyRewards | None = None,
     ) -> FilteredRows:
-        """Return the rows that the run's filters remove, the same value on every rank.
+        """Run the configured filters; return the rows that they remove, the same value on every rank.
 
-        ``prompts`` has one entry per row; ``early`` has the verdicts on rows that were filtered while others
-        were sampled. Rows on which the engine or the environment failed reach no filter. Collective over the
-        members.
+        ``prompts`` has one entry per row. ``early`` has the filters' answers for rows that were filtered
+        while others were still sampled. Rows on which the engine or the environment failed are not passed to
+        the filters. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
             return NOTHING_FILTERED
 
-        # Each rank filters its share of the rows.
+        # Rows are divided among the ranks.
         available = (early or {}).get(FILTERS, {})
         failed = _failed_rows(rollouts)
-        share = _rows_of_rank(rollouts, members, filters)
-        rows = [row for row in share if row not in available and row not in failed]
+        rank_rows = _rows_of_rank(rollouts, members, filters)
+        rows = [row for row in rank_rows if row not in available and row not in failed]
         samples = self._samples(prompts, rollouts, rows, filters.takes)
         verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
 
@@ -277,11 +278,11 @@ class RewardRole:
         for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
             answers |= by_row
 
-        # A filter that raises has failed on the row: it is reported, not removed by that filter.
+        # A row on which a filter raised is reported as failed, not as removed by that filter.
         names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
 
-        # Every rank has all answers, so the counts are of the whole batch.
+        # Every rank has the answers of all ranks, so these are counts over the whole batch.
         counts = Counter(names.values())
         metrics = Metrics()
         for name in filters.config.names:
@@ -296,13 +297,20 @@ class RewardRole:
         early: EarlyRewards | None = None,
         filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
-        """Return the rewards of each scorer for this rank's share of the rows.
+        """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
 
-        ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward
-        counts as the first scorer's, and the other scorers' rewards are 0. The same holds for a row that is
-        ``filtered`` with a reward. Rows that are dropped, on which the engine or the environment failed, or
-        that an earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded
-        again. Collective over the members.
+        A row is not passed to a scorer if
+        - an environment rewarded it, or a filter removed it with a reward: this reward becomes the first
+          scorer's, and the other scorers' rewards are 0;
+        - a filter dropped it, the engine or the environment failed on it, or an earlier scorer failed on it;
+        - ``early`` has the scorer's reward of the row, which is returned.
+
+        Arguments:
+            prompts: one entry per row.
+            rollouts: rows of the whole batch.
+            members: ranks that have the batch.
+            early: rewards from `gather_early`, or None.
+            filtered: rows that filters removed, from `filter`.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
@@ -311,7 +319,7 @@ class RewardRole:
         failed = _failed_rows(rollouts)
         skipped = failed | filtered.dropped
 
-        # In the same order on every rank, since each scorer gathers.
+        # In the same order on every rank: `_run_scorer` is collective.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
@@ -332,7 +340,7 @@ class RewardRole:
             results.append(self._with_saved_calls(result, rows, saved))
             skipped = skipped | set(result.reasons)
 
-            # The environment's reward counts once, as the first scorer's: later scorers add 0.
+            # The environment's reward has been used as the first scorer's: the other scorers add 0.
             for row, answer in answers.items():
                 if answer.reason is None:
                     answers[row] = Answer(None, "", 0.0)
@@ -341,13 +349,16 @@ class RewardRole:
     def _with_saved_calls(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
-        """Add to a scorer's metrics the share of its rows that filters or earlier scorers settled before."""
+        """Add the metric `reward/saved/SCORER`: share of this rank's rows that were not passed to the scorer.
+
+        ``saved_rows`` are the rows, of all ranks, that filters removed or an earlier scorer failed on.
+        """
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
             return result
-        saved = len(saved_rows & set(rows))
-        share = Metrics.mean(f"reward/saved/{result.name}", float(saved), float(len(rows)))
-        return replace(result, metrics=result.metrics + share)
+        saved_count = len(saved_rows & set(rows))
+        saved_share = Metrics.mean(f"reward/saved/{result.name}", float(saved_count), float(len(rows)))
+        return replace(result, metrics=result.metrics + saved_share)
 
     def _samples(
         self,
@@ -356,8 +367,9 @@ class RewardRole:
         rows: list[int],
         takes: frozenset[str],
     ) -> list[Sample]:
-        """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
-        # Every scorer gets these; texts of turns and tokens are made only for scorers that read them.
+        """Return one sample per row for a scorer that reads the optional fields ``takes``."""
+        # Every scorer gets these fields. Turns and tokens are slow to build, so only for scorers that read
+        # them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -366,7 +378,7 @@ class RewardRole:
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
 
-        # Without the prompt, which is a field of its own.
+        # Without the first turn: the prompt is a separate field.
         if TURNS in takes:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
         if TOKENS in takes:
@@ -374,27 +386,27 @@ class RewardRole:
         if GROUP in takes:
             fields[GROUP] = selected.group.tolist()
 
-        # From columns to one mapping per sample.
+        # Transpose: from a list per field to a mapping per sample.
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def responses(self, rollouts: Rollouts) -> list[str]:
-        """Return the response of each row as text, see `VisibleText`."""
+        """Return each row's response as text without special tokens that `VisibleText` hides."""
         return self._visible.texts(self._response_ids(rollouts))
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:
-        """Return the ids of the policy's tokens in each row."""
-        # The policy's tokens of all rows are consecutive: cut them at the ends of the rows.
+        """Return the token ids that the policy sampled, per row."""
+        # The policy's tokens of all rows in one list, which is cut at the end of each row.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
         return [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
 
     def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
-        """Return the turns of each row: the ``prompt``, then ``policy`` and ``environment`` alternately.
+        """Return the turns of each row: first ``prompt``, then alternately ``policy`` and ``environment``.
 
-        A turn has its ``role``, its ``content`` with special tokens and its number of ``tokens``; a turn of
-        the policy has the ``tool_calls`` that were parsed from it.
+        A turn is a mapping with ``role``, ``content`` (text with special tokens) and ``tokens`` (their
+        number). A turn of the policy also has ``tool_calls``, if any were parsed from it.
         """
         rows = zip(
             split_rows(rollouts.tokens, rollouts.lengths),
@@ -405,8 +417,8 @@ class RewardRole:
         return [self._turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows]
 
     def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
-        """Return the turns of one row: each run of equal ``mask`` is a turn."""
-        # The environment reports the parsed calls of each turn of the policy, in order.
+        """Return the turns of one row: each sequence of tokens with equal ``mask`` is a turn."""
+        # The environment's outcome has the parsed tool calls of each turn of the policy, in order.
         calls: Sequence[Any] = ()
         if outcome:
             calls = outcome.calls
@@ -444,7 +456,7 @@ class RewardRole:
 
 
 class _MakeSamples(Protocol):
-    """Function that returns the arguments of a scorer's calls for the rows."""
+    """Function that returns one sample per row, with the fields that a scorer reads."""
 
     def __call__(self, rows: list[int]) -> list[Sample]: ...
 
@@ -459,11 +471,12 @@ def _run_scorer(
     skipped: Set[int],
     members: ReplicaGroup,
 ) -> ScorerResult:
-    """Compute the rewards of ``rows`` by one scorer, and return them with its ``available`` answers.
+    """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
-    ``skipped`` rows, and rows with an available answer, do not reach the scorer. Collective over the members.
+    Rows with an ``available`` answer are not passed to the scorer: they have this answer in the result.
+    ``skipped`` rows are not passed to it either, and have the reward NaN.
     """
-    # Compute the missing rewards.
+    # Compute the rewards without an available answer.
     new_rows = [row for row in rows if row not in available and row not in skipped]
     new = scorer.score(make_samples(new_rows))
     answers = dict(zip(new_rows, new.answers, strict=True))
@@ -471,18 +484,18 @@ def _run_scorer(
 
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
-    result = RewardResult([answers[row] for row in answered_rows], new.measured)
+    result = RewardResult([answers[row] for row in answered_rows], new.extra_metrics)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
 
-    # `failure.row` is an index into the answers: convert it to the row of the batch.
+    # `failure.row` is an index of ``answered_rows``: convert it to a row of the batch.
     failures: dict[int, tuple[str, str]] = {}
     for failure in result.failures:
         message = last_lines(failure.message, MAX_REASON_CHARACTERS)
         failures[answered_rows[failure.row]] = (failure.reason, message)
 
-    # Every rank must return the same columns, even if the function returned other components for its samples.
+    # All ranks must return the same columns, although a function may return different components per sample.
     gathered = members.gather_objects((set(result.components), failures))
     component_names = set().union(*(names for names, _ in gathered))
     for component in sorted(component_names):
@@ -505,7 +518,7 @@ def _run_scorer(
 
 
 def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
-    """Return ``values`` at ``indices`` of ``count`` numbers, NaN elsewhere: [count] float32."""
+    """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere; only NaN for None."""
     result = torch.full((count,), float("nan"))
     if values is not None:
         result[indices] = values
@@ -513,7 +526,10 @@ def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor
 
 
 def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
-    """Start the scorer of the setting ``name``; ``key`` is the function's configuration key in errors."""
+    """Create the scorer that the section `reward.NAME` configures.
+
+    ``key``: configuration key of a function in errors, if that is not `reward.function`.
+    """
     if name == FUNCTION:
         return FunctionReward(config, key=key)
 
@@ -527,7 +543,7 @@ def _filter_rows(
     samples: Sequence[Sample],
     ids: Sequence[Sequence[int]],
 ) -> tuple[str, dict[int, Answer]]:
-    """Run the filters on the samples of ``rows``; return their name and their answers by row."""
+    """Run the filters on the samples of ``rows``; return `FILTERS` and the answers by row."""
     return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
 
 
@@ -537,9 +553,10 @@ def _score_rows(
     samples: Mapping[int, Sample],
     verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:
-    """Run a scorer on the samples, by row, that the filters keep; return its name and its answers by row.
+    """Run a scorer on the samples that pass the filters; return the scorer's name and its answers by row.
 
-    ``verdicts`` are the filters' answers, which an earlier task of the same thread has computed.
+    ``samples`` are keyed by row. ``verdicts`` are the filters' answers, from an earlier task of this thread,
+    or None without filters.
     """
     if verdicts is not None:
         _, answers = verdicts.result()
@@ -548,13 +565,16 @@ def _score_rows(
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
-    """Return the rows on which the engine failed."""
+    """Return the rows on which the engine or the environment failed."""
     return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 
 def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | ResponseFilters) -> list[int]:
-    """Return the rows that this rank rewards: whole groups if the scorer reads the group."""
-    # Round robin over the ranks, by row or by group.
+    """Return the rows for which this rank runs a scorer or filter.
+
+    Rows are assigned to ranks round robin, or whole groups if the scorer reads the group. The first rank runs
+    all rows of a server.
+    """
     rank = members.ranks.index(members.rank)
     rank_count = len(members.ranks)
 
@@ -570,8 +590,8 @@ def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | Re
 def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
     """Return the token ids of each row's ``prompt`` and ``response``, with ``mask`` and ``log_probs``.
 
-    The response begins with the policy's first token. ``mask`` is true for tokens of the policy;
-    ``log_probs`` are the engine's, 0 for other tokens.
+    The response begins with the policy's first token. ``mask`` is true for tokens of the policy.
+    ``log_probs`` are the engine's log-probs of these tokens, and 0 for other tokens.
     """
     rows = zip(
         split_rows(rollouts.tokens, rollouts.lengths),
@@ -582,7 +602,7 @@ def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
 
     result: list[dict[str, list]] = []
     for ids, mask, log_probs in rows:
-        # A row that the engine failed on can be a prompt alone.
+        # If the engine failed, a row can consist of the prompt only.
         start = len(ids)
         if mask.any():
             start = int(mask.int().argmax())
@@ -596,7 +616,7 @@ def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
 
 
 def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
-    """Return the rewards and failures of environments by row, without rows that they leave to scorers."""
+    """Return the environments' rewards and failures by row; rows to be rewarded by scorers are absent."""
     answers: dict[int, Answer] = {}
     for row, outcome in enumerate(rollouts.outcomes or ()):
         if outcome is None:
@@ -609,12 +629,12 @@ def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
 
 
 class RewardModel:
-    """Frozen model whose head's value at a row's last token is the row's reward.
+    """Frozen model with a scalar head, whose output at a row's last token is the row's reward.
 
-    That is how transformers' ``*ForSequenceClassification`` classes read a causal model.
+    This is the convention of transformers' ``*ForSequenceClassification`` classes for causal models.
 
-    ``name``: name of its section in `reward.models`, and of its component.
-    ``weight``: factor of its rewards in the sum over scorers and reward models.
+    ``name``: name of the model's section in `reward.models` and of its reward component.
+    ``weight``: weight of the model's rewards in the sum over scorers and reward models.
     ``role``: role that runs the model.
     """
 
@@ -624,11 +644,12 @@ class RewardModel:
         self.role = role
 
     def infer(self, batch: Any) -> RowShard:
-        """Return the rewards of this rank's rows under the model's name: [b] float32, NaN if not finite.
+        """Compute the rewards of this rank's rows; the shard's values have them under the model's name.
 
-        ``batch`` as for `ModelRole.infer`. Collective over the role's ranks.
+        They are [b] float32, NaN where the output is not finite. ``batch`` has the fields that
+        `ModelRole.infer` needs. Collective over the role's ranks.
         """
-        # ``before=False``: the output at a token itself, not at the token before it that predicts it.
+        # ``before=False``: the output at the token, not at the previous token, which predicts it.
         select = torch.zeros(len(batch.tokens), dtype=torch.bool)
         select[last_tokens(batch.lengths)] = True
         micro_outputs = self.role.forward(batch, select, before=False)
@@ -639,7 +660,7 @@ class RewardModel:
         )
         rewards = torch.zeros(0)
         if micro_outputs:
-            # One value per token of the rows, 0 at all tokens but the last one of each row.
+            # One value per token of the rows, 0 at all tokens except the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_tokens(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))
@@ -647,5 +668,5 @@ class RewardModel:
 
 
 def last_tokens(lengths: Tensor) -> Tensor:
-    """Return the position of each row's last token: [B] int64."""
+    """Return the index of each row's last token in the ragged batch: [B] int64."""
     return lengths.cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""The role that samples rounds of sequences, on as many engine replicas as its ranks make."""
+"""The role that generates sequences in rounds, on the replicas of an engine or at servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_rl.rollout.scheduler import (
     Rendezvous,
     ReplicaQueue,
     ReplicaScheduler,
-    await_rendezvous,
+    arrive_at_rendezvous,
     draw_queue_index,
     sample_round,
 )
@@ -38,15 +38,16 @@ from megatron_rl.shapes.layout import ParallelLayout
 class RolloutRole:
     """Generation on the replicas of an engine, or at servers.
 
-    ``layout``: ranks of the role; ``tensor`` is the engine's tensor parallelism, ``data`` its replicas.
-    ``engine``: the engine or the client of the servers on this rank, None on ranks outside the layout.
+    ``layout``: ranks of the role; ``tensor`` is the engine's tensor-parallel size, ``data`` its number of
+        replicas.
+    ``engine``: the engine, or the client of the servers, on this rank; None on ranks outside the layout.
     ``rank``: rank of this process.
-    ``environment``: section of the environment for multi-turn rollouts, None for single responses. The first
-        rank of each replica runs its processes.
+    ``environment``: configuration of the environment for multi-turn rollouts, or None for single responses.
+        The first rank of each replica runs its processes.
     ``chat``: chat formats that render an environment's messages.
-    ``routing``: layers and experts per token of the routing that the engine reports, None if it does not.
-    ``max_in_flight``: limit of sequences in flight on a replica, None for the engine's own limit.
-    ``parse``: parser of tool calls in a turn.
+    ``routing``: numbers of layers and of experts per token if the engine returns the routing, or None.
+    ``max_in_flight``: maximum number of sequences in flight on a replica, or None for the engine's limit.
+    ``parse``: parser of the tool calls in a turn, or None if turns have no tool calls.
     ``in_process``: whether the engine runs in these processes and not at servers; equal on all ranks.
     """
 
@@ -72,7 +73,7 @@ class RolloutRole:
         self._parse = parse
         self._in_process = in_process
 
-        # One rank of a replica runs the environments, whose turns the others receive from it.
+        # The first rank of a replica runs the environments and sends their turns to the others.
         self._hosts: EnvironmentPool | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = EnvironmentPool(environment)
@@ -84,19 +85,20 @@ class RolloutRole:
     ) -> NewTokens:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
-        ``on_finished`` is called with each group that this rank finishes. In the open order the call returns
-        only after all ranks without an engine have called `gather`.
+        ``on_finished`` is called with the index in the round and the group, for each group that this rank
+        finishes. In the open order, where a round has no fixed number of tokens, the call returns only after
+        all ranks without an engine have called `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
 
-        # Every round has a queue of its own in the job's store, under a number that all ranks must agree on.
+        # Each round has a separate queue in the job's store. All ranks need the same number for its key.
         number = 0
         if self.rank == self.layout.ranks[0]:
             number = store_increment("rounds")
         round_number = broadcast_object(number, self.layout.ranks)
 
-        # The ranks without an engine count, too: the open order ends when all of them wait.
+        # The open order ends when all ranks without an engine wait in `gather`: pass their number.
         rendezvous = None
         if generation_round.rendezvous is not None:
             rendezvous = Rendezvous(
@@ -115,7 +117,7 @@ class RolloutRole:
         if on_finished is not None or rendezvous is not None:
             finish_callback = report
 
-        # Environments and clocks differ between the ranks of a replica, so its first rank leads the others.
+        # Environments and clocks differ between the ranks of a replica: its first rank decides for all.
         is_led = self.environment is not None or rendezvous is not None
         new_tokens = sample_round(
             self.engine,
@@ -136,9 +138,9 @@ class RolloutRole:
         )
 
         if not self._in_process:
-            # Requests that a server lost and another one answered.
+            # Count the requests that one server lost and another server answered.
             assert isinstance(self.engine, ServerGenerator)
-            new_tokens = new_tokens._replace(resubmitted=self.engine.resubmitted())
+            new_tokens = new_tokens._replace(resubmitted=self.engine.pop_resubmitted())
         return new_tokens
 
     def gather(
@@ -147,17 +149,17 @@ class RolloutRole:
         members: ReplicaGroup,
         generation_round: GenerationRound,
     ) -> NewTokens:
-        """Gather the new tokens of all replicas, the same value on every member.
+        """Gather the new tokens of all replicas; return the same value on all ``members``.
 
-        Collective over the members.
+        Collective over the replica group.
         """
-        # In the open order the replicas sample until all ranks without an engine are here.
+        # In the open order the replicas sample until all ranks without an engine have reached this call.
         if generation_round.rendezvous is not None and self.engine is None:
-            await_rendezvous(generation_round.rendezvous)
+            arrive_at_rendezvous(generation_round.rendezvous)
 
         shard = members.gather_rows(new_tokens.shard)
 
-        # Objects are pickled, which is slow: only runs that have any gather them.
+        # Objects are pickled, which is slow, so they are gathered only if there can be any.
         outcomes = {}
         prompts = {}
         resubmitted = 0
@@ -180,15 +182,15 @@ class RolloutRole:
         engine: Generator,
         queue: ReplicaQueue,
     ) -> ReplicaScheduler:
-        """Return the scheduler of this rank's replica, for conversations on ranks that run environments."""
-        # In the open order the rendezvous ends the round; otherwise it ends when all groups are sampled.
+        """Return the scheduler of this rank's replica: a `MultiTurnScheduler` on ranks with environments."""
+        # In the open order the rendezvous ends the round; otherwise the round ends with its last group.
         replica = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[replica.data]
         stop_when = None
         if rendezvous is not None:
             stop_when = rendezvous.is_over
 
-        # The other ranks of the replica follow their first rank, which has the conversations.
+        # The other ranks of the replica follow the decisions of this one.
         if self._hosts is not None:
             assert self._chat is not None
             return MultiTurnScheduler(
@@ -211,7 +213,7 @@ class RolloutRole:
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Describe the limits of the environments' processes that this machine does not enforce."""
+        """Describe the limits of the environments' processes that this machine cannot enforce."""
         if self._hosts is None:
             return ()
         return self._hosts.missing

@@ -1,8 +1,8 @@
 """The sequence groups of a run between two steps, equal on every rank.
 
-A prompt waits until it is started. Its group runs until all its sequences are finished, and a finished group
-stays until the learner selects it. When a group is dropped, or no replica has begun it, its prompt returns to
-the front of the waiting ones.
+A prompt waits until it is started. Its group is running until all its sequences are finished, and a finished
+group remains in the buffer until it is selected for a training batch. If a group is dropped, or has no tokens
+at the end of a step, its prompt returns to the front of the waiting ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RolloutBuffer:
     """Waiting, running and finished groups.
 
     Both lists are ordered. ``waiting`` has the next prompt first. ``started`` has the running and finished
-    groups in the order in which they were started: the selection of groups and the numbering of a round
-    depend on it, and must be equal on every rank.
+    groups in the order in which they were started. Groups are selected, and the sequences of a round are
+    numbered, in this order, so it must be equal on every rank.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class RolloutBuffer:
 
     @property
     def running(self) -> list[SequenceGroup]:
-        """Return the groups with an unfinished sequence."""
+        """Return the groups with at least one unfinished sequence."""
         return [group for group in self.started if not group.is_finished]
 
     @property
     def finished(self) -> list[SequenceGroup]:
-        """Return the groups that are ready for the learner."""
+        """Return the groups whose sequences are all finished, which can be trained on."""
         return [group for group in self.started if group.is_finished]
 
     def add(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Append started groups."""
+        """Append groups with new sequences to the started ones."""
         self.started += groups
 
     def take_waiting(self, count: int) -> list[SequenceGroup]:
@@ -50,8 +50,8 @@ class RolloutBuffer:
         return groups
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Put the prompts of groups, without their sequences, in front of the waiting ones."""
-        # Fresh groups: a prompt that starts again gets new seeds, and no early rewards.
+        """Discard the sequences of groups and insert their prompts in front of the waiting ones."""
+        # New groups: a restarted prompt gets new seeds, and has no early rewards.
         prompts = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*prompts, *self.waiting]
 
@@ -62,12 +62,13 @@ class RolloutBuffer:
         ahead: int,
         bound: int,
     ) -> tuple[bool, ...]:
-        """Return for each started group whether it must finish in this step, before it becomes too old.
+        """Return, for each started group, whether it would be too old if it finished in the next step.
 
-        A group that finishes in this step is trained on after ``ahead`` further updates, and in the next step
-        after one more. ``bound`` is the largest number of updates between a token and its training.
+        A group that finishes in this step is trained on ``ahead`` updates after weights ``version``, and one
+        update later if it finishes in the next step. ``bound`` is the maximum number of updates between the
+        sampling of a token and its training.
         """
-        # Age of a group for the learner, if it finishes in the next step.
+        # Age at which a group is trained on if it finishes in the next step.
         ages = [group.age(version) + ahead + 1 for group in self.started]
         return tuple(age > bound for age in ages)
 
@@ -76,7 +77,7 @@ class RolloutBuffer:
         required: abc.Sequence[bool],
         count: int,
     ) -> list[SequenceGroup]:
-        """Remove and return the finished groups for the learner; see `select_groups`."""
+        """Remove and return ``count`` finished groups for the training batch; see `select_groups`."""
         finished_in = [group.finished_in for group in self.started]
         selected = set(select_groups(finished_in, required, count))
 
@@ -89,26 +90,27 @@ class RolloutBuffer:
                 remaining.append(group)
         self.started = remaining
 
-        # Token rounds count from 1 within a step: in the next one the remaining groups come first.
+        # Token rounds are numbered from 1 in each step. 0 gives the remaining groups priority in the next
+        # step.
         for group in self.started:
             for sequence in group.sequences:
                 sequence.finished_in = 0
         return groups
 
     def restart_unstarted(self) -> int:
-        """Return the groups without a token to the waiting ones; return their number."""
+        """Move the prompts of groups without a token back to the waiting ones; return their number."""
         unstarted = [group for group in self.started if group.is_unstarted]
         self.started = [group for group in self.started if not group.is_unstarted]
         self.restart(unstarted)
         return len(unstarted)
 
     def restart_all(self) -> None:
-        """Drop all started groups and return their prompts to the waiting ones."""
+        """Drop all started groups and move their prompts back to the waiting ones."""
         self.restart(self.started)
         self.started = []
 
     def restart_late(self, version: int, most_updates: int) -> None:
-        """Drop the started groups that are more than ``most_updates`` older than ``version``."""
+        """Drop the started groups whose age at weights ``version`` is more than ``most_updates`` updates."""
         late = []
         remaining = []
         for group in self.started:
@@ -121,7 +123,7 @@ class RolloutBuffer:
         self.restart(late)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups as ragged tensors; None in place of an empty list."""
+        """Return the groups as ragged tensors for a checkpoint; an empty list is stored as None."""
         waiting = None
         if self.waiting:
             waiting = to_prompts(self.waiting)
@@ -153,7 +155,7 @@ class RolloutBuffer:
                 started["rollouts"],
                 started["seeds"],
             )
-            # Restored, not computed again: a reward function may be slow, or random.
+            # Not computed again: a reward function may be slow or random.
             add_early_rewards(self.started, started["early_rewards"])
 
 
@@ -162,11 +164,11 @@ def select_groups(
     required: abc.Sequence[bool],
     count: int,
 ) -> list[int]:
-    """Return the indices of the groups for the learner, sorted.
+    """Return the sorted indices of ``count`` groups for the training batch.
 
-    Required groups come first, then groups in the order in which they finished. ``finished_in`` is the token
-    round in which each group finished (None: unfinished); ties go to the group that was started earlier. More
-    than ``count`` groups are returned only if more are required.
+    Required groups have priority, then groups that finished in an earlier token round, then groups that were
+    started earlier. ``finished_in`` is the token round in which each group finished, or None if it is
+    unfinished. More than ``count`` groups are returned only if more are required.
 
     Example:
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
@@ -183,9 +185,8 @@ def select_groups(
 
 
 def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
-    """Return the early rewards of all groups: name of the scorer -> row of `to_rollouts` -> reward."""
+    """Merge the early rewards of all groups: name of the scorer -> row in `to_rollouts` -> reward."""
     rewards: dict[str, dict[int, Any]] = {}
-    # Row of the group's first sequence.
     first_row = 0
 
     for group in groups:
@@ -198,8 +199,8 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
 
 
 def add_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
-    """Add rewards by scorer and row, as `early_rewards` returns them, to their groups."""
-    # Row -> its group, and its index in the group.
+    """Set the early rewards of groups from ``rewards``: name of the scorer -> row -> reward."""
+    # Row -> its group and its sample's index in the group.
     rows = []
     for group in groups:
         rows += [(group, sample) for sample in range(len(group.sequences))]

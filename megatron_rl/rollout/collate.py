@@ -1,8 +1,8 @@
 """Conversions between sequences and ragged tensors.
 
-The learner takes `Rollouts`, a gather takes `RowShard`, and a checkpoint takes both; sequences have arrays
-that grow. Everything is ragged and concatenated, nothing is padded. Letters as in `megatron_rl.types`: B
-sequences, N tokens of all of them together, prompts included.
+During generation each `Sequence` has arrays that grow. Training and checkpoints use `Rollouts`, and gathers
+between ranks use `RowShard`, both with ragged tensors: the rows are concatenated, not padded. Letters in
+shapes are those of `megatron_rl.types`: B sequences with N tokens in total, prompts included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RoutingShape = tuple[int, int]
 
 
 def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
-    """Return a waiting group for each of the prompts."""
+    """Return a waiting group for each prompt of a batch."""
     if not len(prompts):
         return []
 
@@ -37,7 +37,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         strict=True,
     )
 
-    # Fields by position instead of `PromptBatch.rows`: this runs for each prompt of each step.
+    # Faster than `PromptBatch.rows` per prompt: this runs for each prompt of each step.
     return [SequenceGroup(PromptBatch(*row)) for row in rows]
 
 
@@ -55,16 +55,17 @@ def start_groups(
     seed: int,
     version: int,
 ) -> list[SequenceGroup]:
-    """Return the waiting groups with ``samples`` new sequences each, for weights of ``version``.
+    """Return groups with the prompts of waiting ``groups`` and ``samples`` new sequences each.
 
-    The seed of a sequence follows from ``seed`` and its position alone.
+    ``version`` is the version of the weights that will sample. The seed of a sequence depends only on
+    ``seed`` and on the sequence's index among all new ones.
     """
-    # By position in the round, so that every rank gives a sequence the same seed.
+    # Every rank computes the same seeds.
     seeds = row_seeds(seed, range(len(groups) * samples))
     started = []
     for index, group in enumerate(groups):
         (sampling,) = group.prompt.sampling
-        # One array for all samples: it is replaced as a whole, never changed.
+        # All samples share the array: it may be replaced by another one, but is never modified.
         prompt = array("q", group.prompt.tokens.tolist())
 
         first = index * samples
@@ -75,15 +76,15 @@ def start_groups(
 
 
 def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
-    """Return all sequences as one ragged batch, group after group, with the version of every token."""
+    """Concatenate all sequences into one ragged batch, group after group, with every token's version."""
     sequences = [sequence for group in groups for sequence in group.sequences]
 
-    # Concatenate the per-token values; a prompt counts as observed, with log-prob 0 and no support.
+    # Concatenate the per-token values. Prompt tokens have version `OBSERVED`, log-prob 0 and no support.
     tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
-        # Zero bytes are 0.0, and need no list of zeros.
+        # Zero bytes are the float 0.0: faster than a list of zeros.
         log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
         versions += array("i", [OBSERVED]) * prompt_length + sequence.versions
@@ -100,7 +101,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     temperatures = [log_prob_temperature(sequence.sampling) for sequence in sequences]
     limits = [sequence.sampling.max_response_tokens for sequence in sequences]
 
-    # Optional values: None unless a sequence has them.
+    # Optional values are None unless at least one sequence has them.
     outcomes: tuple[Outcome | None, ...] | None
     outcomes = tuple(sequence.outcome for sequence in sequences)
     if all(outcome is None for outcome in outcomes):
@@ -137,7 +138,7 @@ def to_groups(
     rollouts: Rollouts,
     seeds: Tensor,
 ) -> list[SequenceGroup]:
-    """Restore the groups from `to_prompts`, `to_rollouts` and the seeds [B] int64 of their sequences."""
+    """Restore groups from the results of `to_prompts` and `to_rollouts`, and the sequences' seeds [B]."""
     assert rollouts.token_versions is not None
     assert rollouts.support_sizes is not None and rollouts.support is not None
 
@@ -164,8 +165,8 @@ def to_groups(
         group = groups[row // samples]
         (sampling,) = group.prompt.sampling
 
-        # The prompt ends at the first sampled token, not at the length of the record's: an environment may
-        # have opened with a prompt of its own.
+        # The prompt ends before the first sampled token. The length of the record's prompt may be wrong,
+        # since environments can replace it.
         sampled = versions[row] != OBSERVED
         start = len(tokens[row])
         if bool(sampled.any()):
@@ -189,7 +190,7 @@ def to_groups(
 
 
 class NewTokens(NamedTuple):
-    """Tokens that one replica, or after the gather all replicas, added to the sequences of a round.
+    """Tokens added to the sequences of a round, by one replica or (after the gather) by all replicas.
 
     Example:
         Two tokens for the first unfinished sequence of a round, which finished in the second token round::
@@ -199,19 +200,20 @@ class NewTokens(NamedTuple):
 
     shard: RowShard
     """The new tokens. ``rows`` are positions in `GenerationRound.unfinished`. Per token: ``tokens``, ``mask``
-    (true if sampled), ``log_probs``, ``support_sizes``; per sequence: ``finish_reason``, token ``round``."""
+    (true if sampled), ``log_probs``, ``support_sizes``. Per sequence: ``finish_reason`` and ``round``, the
+    token round in which it finished."""
 
     outcomes: dict[int, Outcome]
-    """Outcomes of the environments that ended, by the same positions."""
+    """Outcomes of environments that have ended, by position in `GenerationRound.unfinished`."""
 
     prompts: dict[int, list[int]]
-    """Token ids of the prompts that environments opened with, by the same positions."""
+    """Token ids of prompts that environments replaced, by position in `GenerationRound.unfinished`."""
 
     experts: RowShard | None = None
     """Experts of all tokens of these sequences, prompts included; None unless the engine records them."""
 
     resubmitted: int = 0
-    """Number of requests that were sent to another server because theirs was lost."""
+    """Number of requests that were sent to another server because the first one did not answer."""
 
 
 def collect_new_tokens(
@@ -221,7 +223,11 @@ def collect_new_tokens(
     prompts: dict[int, list[int]],
     routing: RoutingShape | None,
 ) -> NewTokens:
-    """Return the tokens of a replica's ``sequences`` after the first ``starts`` tokens of each response."""
+    """Collect the tokens that a replica has added to ``sequences``.
+
+    ``starts`` has the number of tokens that each response had before; ``positions`` are the sequences'
+    positions in `GenerationRound.unfinished`.
+    """
     tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
     for sequence, start in zip(sequences, starts, strict=True):
         tokens += sequence.tokens[start:]
@@ -260,7 +266,7 @@ def collect_new_tokens(
     if routing is None:
         return NewTokens(shard, outcomes, prompts)
 
-    # Of all tokens, not only the new ones: an engine records them for the whole request.
+    # Experts of all tokens, not only of new ones: an engine records them for the whole request.
     lengths = _lengths(sequences)
     experts = _experts(sequences, lengths, routing)
     expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
@@ -272,9 +278,10 @@ def append_new_tokens(
     new: NewTokens,
     version: int,
 ) -> None:
-    """Append the gathered tokens of a round, sampled by weights of ``version``, to its unfinished sequences.
+    """Append a round's gathered tokens, sampled by weights of ``version``, to the buffer's ``sequences``.
 
-    The only place where sequences of the buffer change. Every rank has the same ``new``, so they stay equal.
+    ``sequences`` are all in `GenerationRound.unfinished`, in order. Only this function changes sequences of
+    the buffer. Every rank calls it with the same ``new``, so the buffer stays equal on all ranks.
     """
     shard = new.shard
     lengths = shard.lengths
@@ -290,10 +297,10 @@ def append_new_tokens(
     supports = split_rows(shard.items["support_sizes"], support_lengths)
     finish_reasons = shard.values["finish_reason"].tolist()
     token_rounds = shard.values["round"].tolist()
-    assert len(tokens) == len(sequences), "every unfinished sequence has one replica that reports it"
+    assert len(tokens) == len(sequences), "one replica must report each unfinished sequence"
 
     for row, sequence in enumerate(sequences):
-        if not sequence.sampled_tokens:
+        if not sequence.num_sampled_tokens:
             sequence.policy_version = version
         sequence.tokens += _array("q", tokens[row])
         sequence.log_probs += _array("d", log_probs[row])
@@ -303,7 +310,7 @@ def append_new_tokens(
         sequence.finish_reason = finish_reasons[row]
         sequence.finished_in = token_rounds[row]
 
-    # Optional values, of conversations and of models with routing replay.
+    # Optional values: outcomes and prompts of environments, experts of models with routing replay.
     for position, outcome in new.outcomes.items():
         sequences[position].outcome = outcome
     for position, prompt in new.prompts.items():
@@ -315,20 +322,20 @@ def append_new_tokens(
 
 
 def _rules(sequence: Sequence) -> LogitRules | None:
-    """Return the rules that changed the logits of a sequence, None without any."""
+    """Return the rules, such as penalties, that changed a sequence's logits, or None without rules."""
     if not sequence.sampling.has_rules:
         return None
     return LogitRules(sequence.sampling, len(sequence.prompt))
 
 
 def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
-    """Return the number of tokens of each sequence, prompt included: [B] int64."""
+    """Return the number of tokens of each sequence, including the prompt: [B] int64."""
     lengths = [len(sequence.prompt) + len(sequence.tokens) for sequence in sequences]
     return torch.tensor(lengths, dtype=torch.int64)
 
 
 def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
-    """Return (layers, experts per token) of the sequences' experts, None without any."""
+    """Return (layers, experts per token) of the sequences' recorded experts, or None without any."""
     for sequence in sequences:
         if sequence.experts is not None:
             _, layers, experts_per_token = sequence.experts.shape
@@ -341,10 +348,10 @@ def _experts(
     lengths: Tensor,
     routing: RoutingShape,
 ) -> Tensor:
-    """Return the experts of all tokens [N, layers, k] int16, -1 if not recorded."""
+    """Return the experts of all tokens, [N, layers, experts per token] int16, with -1 if not recorded."""
     num_tokens = int(lengths.sum())
     experts = torch.full((num_tokens, *routing), -1, dtype=torch.int16)
-    # Slices of one tensor: writing to them fills it.
+    # The rows are views of the tensor, so that assignments to them fill it.
     rows = split_rows(experts, lengths)
     for row, sequence in zip(rows, sequences, strict=True):
         if sequence.experts is not None:
@@ -353,7 +360,7 @@ def _experts(
 
 
 def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sum of each row of ragged ``values`` [N]: [B] int64."""
+    """Return the sum of ``values`` [N] over each row of a ragged batch: [B] int64."""
     zero = torch.zeros(1, dtype=torch.int64)
     cumulative = torch.cat([zero, values.long().cumsum(0)])
     ends = lengths.cumsum(0)
@@ -361,15 +368,13 @@ def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _tensor(values: array, dtype: torch.dtype) -> Tensor:
-    """Return a copy of an array as tensor.
-
-    Not by `torch.from_numpy`: the gather views tensors as bytes, which fails for an empty NumPy array.
-    """
+    """Return a copy of an array as a tensor."""
+    # Not torch.from_numpy: the gather views tensors as bytes, which fails for those of empty NumPy arrays.
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 
 def _array(kind: str, values: Tensor) -> array:
-    """Return a copy of a tensor as array of the C type ``kind``; the dtypes must match."""
+    """Return a copy of a tensor as an array with type code ``kind``, which must match the tensor's dtype."""
     numbers: Any = array(kind)
     numbers.frombytes(values.contiguous().numpy().tobytes())
     return numbers

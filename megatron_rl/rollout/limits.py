@@ -1,7 +1,7 @@
-"""Limits of new responses from the lengths of earlier ones: `rollout.max_response_tokens: auto`.
+"""Limits of response lengths from the lengths of earlier responses: `rollout.max_response_tokens: auto`.
 
-The one idea: lengths are observed where every rank has the same rows, at the end of a round. So the limits of
-the next round are equal on all ranks without any communication, and part of the checkpoint.
+The one idea: lengths are recorded at the end of a round, when every rank has all rows. So all ranks compute
+the same limits for the next round without communication, and a checkpoint stores one copy of the lengths.
 """
 
 from __future__ import annotations
@@ -17,37 +17,41 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
 
-MOST_TASKS = 32
-"""Largest number of tasks of a step that have metrics of their own."""
+MAX_TASKS = 32
+"""With more tasks in a step, there are no metrics per task."""
 
 
 class AutoLimits:
-    """Limits of the responses to prompts whose task has the limit `AUTO`, see `AutoLimitConfig`."""
+    """Limits of response tokens for tasks with the limit `AUTO`, from lengths of earlier responses.
+
+    Lengths are recorded per task and class of prompt lengths. See `AutoLimitConfig` for the settings.
+    """
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
         self._config = rollout.auto_limit
-        # "TASK/CLASS" -> the latest lengths, oldest first.
+        # Length class, see `_class_name` -> response lengths in tokens, the oldest first.
         self._lengths: dict[str, list[int]] = {}
 
     def limit(self, task: str, prompt_tokens: int) -> int:
-        """Return the limit of new responses to a prompt of a task."""
+        """Return the maximum number of response tokens for a prompt of ``prompt_tokens`` tokens of a task."""
         config = self._config
         lengths = self._lengths.get(_class_name(task, prompt_tokens), [])
-        # Too few responses for a quantile: allow the largest limit.
+        # With too few responses for a quantile, the limit is the largest one.
         if len(lengths) < config.responses:
             return config.at_most
 
-        # The smallest length that a share `quantile` of the lengths does not exceed.
+        # The quantile: the smallest length that is not exceeded by a fraction `quantile` of the lengths.
         index = max(0, math.ceil(config.quantile * len(lengths) - 1e-9) - 1)
         limit = math.ceil(sorted(lengths)[index] * config.margin - 1e-9)
         return min(max(limit, config.at_least), config.at_most)
 
     def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Return groups that have not started, with the limits of their responses."""
+        """Return waiting groups whose sampling parameters have the limits of their responses."""
         return [self._with_limit(group) for group in groups]
 
     def _with_limit(self, group: SequenceGroup) -> SequenceGroup:
+        """Return a waiting group with its limit of response tokens, if its task has the limit `AUTO`."""
         prompt = group.prompt
         (task,) = prompt.tasks
         if self._rollout.limit_setting(task) != AUTO:
@@ -59,7 +63,7 @@ class AutoLimits:
         return replace(group, prompt=replace(prompt, sampling=(sampling,)))
 
     def observe(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
-        """Count the lengths of the finished responses to ``prompts``."""
+        """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
         rows = zip(
@@ -74,17 +78,17 @@ class AutoLimits:
             if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
                 continue
 
-            # Only the latest lengths count: the policy's lengths drift during a run.
+            # Retain only the latest lengths: the policy's lengths change during a run.
             name = _class_name(task, prompt_tokens[group])
             class_lengths = [*self._lengths.get(name, []), length]
             self._lengths[name] = class_lengths[-self._config.window :]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Return the lengths that the limits follow."""
+        """Return the recorded lengths by length class."""
         return dict(self._lengths)
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore the lengths; a smaller ``window`` drops the oldest."""
+        """Restore the recorded lengths; the oldest ones that exceed the configured window are dropped."""
         self._lengths = {name: list(lengths)[-self._config.window :] for name, lengths in state.items()}
 
 
@@ -103,10 +107,13 @@ def length_metrics(
     rollouts: Rollouts,
     rollout: RolloutConfig,
 ) -> Metrics:
-    """Return the truncated fraction of each task's responses and, where limits differ, their mean limit."""
+    """Return the metrics of response lengths by task.
+
+    They are the fraction of truncated responses and, for tasks without a fixed limit, the mean limit.
+    """
     tasks = sorted(set(prompts.tasks))
-    # A data set with a task per record would flood the metrics.
-    if len(tasks) > MOST_TASKS:
+    # A data set with a separate task per record would create too many metrics.
+    if len(tasks) > MAX_TASKS:
         return Metrics()
 
     assert rollouts.max_response_tokens is not None

@@ -1,12 +1,14 @@
 """Sampling of sequences that are conversations with environments.
 
-An environment has always seen a prefix of the sequence's tokens. So it can be replaced, in another process or
-in a later step: the new environment is replayed the same turns, and must observe the same.
+The one idea: an environment has always received a prefix of the sequence's tokens. So it can be restarted in
+another process or a later step: the existing turns are sent to the new environment again (a replay), which
+must return the same observations.
 
-A conversation alternates between two states. Either its environment works, or it awaits a turn: then the
-engine samples, possibly over several requests and steps, until the turn is complete.
+A conversation alternates between two states. Either its environment is computing, or the environment waits
+for a turn of the policy: then the engine samples, possibly over several requests and steps, until the turn is
+complete.
 
-The first rank of a replica schedules alone: only it exchanges messages with the environments.
+Only the first rank of a replica schedules, because only this rank exchanges messages with the environments.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from megatron_rl.rollout.types import Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
 DIVERGED = "diverged"
-"""Failure of an environment that observed something else when it was replayed."""
+"""Failure of an environment that returned a different observation or prompt in a replay."""
 
 ENGINE = "engine"
-"""Failure of an episode for which the engine could not sample."""
+"""Failure of an episode whose request the engine could not sample."""
 
 PROMPT = "prompt"
-"""Failure of an environment whose own prompt cannot be tokenised, or leaves no room for a response."""
+"""Failure of an environment whose prompt cannot be tokenised, or leaves no room for a response."""
 
 IDLE_SECONDS = 1.0
-"""Longest wait for environments while the engine is idle. Then the leader broadcasts an empty schedule, so
-that the other ranks' wait for one does not time out."""
+"""Maximum wait for environments while the engine is idle. After it the first rank broadcasts an empty
+schedule, so that the broadcast on the replica's other ranks does not time out."""
 
 
 @dataclass
@@ -47,6 +49,7 @@ class _Conversation:
     """A sequence and the state of its environment."""
 
     sequence: Sequence
+    """The replica's copy of the sequence."""
 
     number: int
     """Index in `ReplicaScheduler.admitted`, which is also the number of the sequence's requests."""
@@ -55,16 +58,16 @@ class _Conversation:
     """Number of the episode in `EnvironmentPool`."""
 
     max_model_len: int | None
-    """The engine's bound of prompt and response together, None without one."""
+    """The engine's maximum number of prompt and response tokens, or None for no limit."""
 
     stops: StopTexts
-    """Searches for stop texts in its turns."""
+    """Search for stop texts in the policy's turns."""
 
-    seen: int = 0
-    """Tokens of the response that the environment has seen: its turns and its own observations."""
+    exchanged_tokens: int = 0
+    """Number of response tokens that the environment has received as turns or returned as observations."""
 
     has_own_prompt: bool = False
-    """Whether the environment opened with messages of its own, in place of the record's prompt."""
+    """Whether the environment has replaced the record's prompt by its own messages."""
 
     awaits_turn: bool = False
     """Whether the environment waits for a turn of the policy."""
@@ -73,31 +76,31 @@ class _Conversation:
     """Whether the sequence has an open request."""
 
     round_tokens_left: int | None = None
-    """Tokens that may still be sampled in this token round, None without a bound."""
+    """Maximum number of tokens that this token round may still sample, or None for no limit."""
 
     turn_tokens_left: int | None = None
-    """Tokens that may still be sampled in this turn, None without a bound."""
+    """Maximum number of tokens that this turn may still sample, or None for no limit."""
 
     tools: list[dict[str, Any]] | None = None
-    """Tools that the environment opened with, in OpenAI's form."""
+    """Tools that the environment offers, in OpenAI's format; None without tools."""
 
     tool_calls: list[list[dict[str, Any]]] = field(default_factory=list)
     """Tool calls of each turn that the environment has received."""
 
     dropped_tokens: int = 0
-    """Tokens of an observation that was too long for the sequence's remaining room."""
+    """Number of tokens of an observation that exceeded the sequence's remaining room and was dropped."""
 
     @property
     def is_full(self) -> bool:
-        """Return whether the response has no room for a further token."""
+        """Return whether the response has reached its maximum length."""
         return len(self.sequence.tokens) >= response_room(self.sequence, self.max_model_len)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the sequence is finished, or waits for the next token round.
+        """Return whether the sequence is finished, or has no tokens left in this token round.
 
-        A sequence that awaits a turn without an open request has used up its tokens of this round: `schedule`
-        submits a request for every other one.
+        The latter is true if its environment waits for a turn and it has no open request: `schedule` submits
+        requests for all sequences that have tokens left.
         """
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
@@ -109,24 +112,29 @@ class _Conversation:
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the turn of tokens from ``seen`` to ``end`` is complete."""
-        # A turn that is replayed to a new environment ends where an observation follows it.
+        """Return whether the tokens from ``exchanged_tokens`` to ``end`` are a complete turn."""
+        # In a replay, the turn ends before the observation that follows it in the sequence.
         is_replayed = end < len(self.sequence.tokens)
         if is_replayed or self.is_full or self.turn_tokens_left == 0:
             return True
         return self.is_stopped(end)
 
     def is_stopped(self, end: int) -> bool:
-        """Return whether the turn of tokens from ``seen`` to ``end`` ends with a stop token or stop text."""
+        """Return whether the turn from ``exchanged_tokens`` to ``end`` ends with a stop token or text."""
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.seen)
+        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.exchanged_tokens)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
     """Scheduler of one replica whose sequences are conversations; see `ReplicaScheduler`.
 
-    ``parse`` parses the tool calls of a turn. The replica is led by its first rank, which alone has
-    ``hosts``: the schedule depends on the time at which environments answer.
+    It runs on the replica's first rank, which broadcasts its schedule: the schedule depends on when the
+    environments respond.
+
+    Arguments that `ReplicaScheduler` does not have:
+        hosts: processes that run the environments.
+        chat: chat formats that render the environments' messages.
+        parse: parser of the tool calls in a turn, or None without tools.
     """
 
     def __init__(
@@ -153,10 +161,10 @@ class MultiTurnScheduler(ReplicaScheduler):
         self._stops = StopTexts(lambda: chat.tokenizer)
         self._parse = parse
 
-        # Conversations in the order of `admitted`, and by the number of their episode.
+        # Conversations in the order of `admitted`, and by their episode's number.
         self._conversations: list[_Conversation] = []
         self._by_episode: dict[int, _Conversation] = {}
-        # Requests of sequences that finished while they were in the engine.
+        # Numbers of open requests whose sequences have finished, to abort in the next engine step.
         self._aborts: list[int] = []
 
     def start_token_round(self, tokens: int | None) -> None:
@@ -166,18 +174,18 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.round_tokens_left = tokens
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return the requests for awaited turns; None once all conversations are idle."""
+        """Return requests for the turns that environments wait for, or None if all conversations are idle."""
         requests = []
         for conversation in self._conversations:
             if conversation.wants_tokens:
                 bounds = (conversation.round_tokens_left, conversation.turn_tokens_left)
-                # None: only the room of the response bounds the request.
+                # Without limits, the request is bounded only by the room of the response.
                 limits = [bound for bound in bounds if bound is not None]
                 limit = min(limits, default=None)
-                requests.append(self.request(conversation.number, limit, conversation.seen))
+                requests.append(self.request(conversation.number, limit, conversation.exchanged_tokens))
                 conversation.in_engine = True
 
-        # After the requests: a new environment works first, and its sequence gets a request later.
+        # After the requests: a sequence needs its first request only when its new environment has responded.
         self._start_environments()
 
         aborts = self._aborts
@@ -192,7 +200,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
         self.admit(num_busy)
 
-        # A conversation for each sequence that was admitted, also for one that failed at once.
+        # Create a conversation for each new sequence, even if it has failed for lack of room.
         for number in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[number]
             conversation = _Conversation(
@@ -210,7 +218,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 self._hosts.start(conversation.episode, self._episode_values(number))
 
     def _episode_values(self, number: int) -> dict[str, Any]:
-        """Return the arguments of the environment's `Episode`."""
+        """Return the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
         admitted = self.admitted[number]
         prompt = self.queue.round.groups[admitted.group].prompt
         return {
@@ -225,7 +233,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         for completion in completions:
             self._append(self._conversations[completion.number], completion)
 
-        # While the engine has requests, the next step must not wait for environments.
+        # Wait for environments only if the engine has no requests.
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
 
@@ -234,15 +242,15 @@ class MultiTurnScheduler(ReplicaScheduler):
             if isinstance(event, TurnRequest):
                 self._turn_requested(conversation, event)
             elif isinstance(event, EpisodeRestart):
-                # The new environment has seen nothing: the existing tokens are replayed to it.
-                conversation.seen = 0
+                # The new environment has received nothing: replay the existing tokens.
+                conversation.exchanged_tokens = 0
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
             else:
                 self._finish(conversation, event)
 
     def close(self) -> None:
-        """End the environments of sequences that continue in another step; new ones will be replayed."""
+        """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
         for conversation in self._conversations:
             if not conversation.sequence.is_finished:
                 self._hosts.forget(conversation.episode)
@@ -252,7 +260,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         prompts = {}
         for conversation in self._conversations:
             admitted = self.admitted[conversation.number]
-            # A sequence that was continued has reported its prompt in an earlier step.
+            # A continued sequence has already reported its prompt in an earlier step.
             if conversation.has_own_prompt and admitted.start == 0:
                 prompts[admitted.position] = admitted.sequence.prompt.tolist()
         return prompts
@@ -279,9 +287,9 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._hand_over(conversation, len(sequence.tokens))
 
     def _hand_over(self, conversation: _Conversation, end: int) -> None:
-        """Send the environment the turn of tokens from ``seen`` to ``end``."""
+        """Send the tokens from ``exchanged_tokens`` to ``end`` to the environment, with parsed tool calls."""
         sequence = conversation.sequence
-        start = conversation.seen
+        start = conversation.exchanged_tokens
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
@@ -289,21 +297,21 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         calls: list[dict[str, Any]] = []
         if self._parse is not None and conversation.tools:
-            # Parsers find calls by special tokens. The stop token is not part of the turn's text.
+            # Parsers need special tokens to recognize calls. The stop token is not part of the turn's text.
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
             with_special = self._chat.prompts.text(parsed_tokens, special=True)
             content, parsed = self._parse(with_special, conversation.tools)
             if parsed:
-                # Ids are numbered, not random: a replayed environment must receive the same turn.
+                # Deterministic ids, not random ones: a replay must send the same turn.
                 calls = [
                     {"id": f"call_{context}_{index}", "type": "function", "function": call}
                     for index, call in enumerate(parsed)
                 ]
                 text = content
 
-        conversation.seen = end
+        conversation.exchanged_tokens = end
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
@@ -322,12 +330,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         event: TurnRequest,
     ) -> None:
-        """Append the observation of an environment, which now awaits a turn.
+        """Append the environment's observation; then request the turn, or send it if it is complete.
 
-        The sequence may already have tokens of this turn: of an interrupted turn, or of a turn that is
-        replayed to a new environment.
+        The sequence already has tokens of this turn if sampling was interrupted, or in a replay.
         """
-        if conversation.seen:
+        if conversation.exchanged_tokens:
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
@@ -336,16 +343,16 @@ class MultiTurnScheduler(ReplicaScheduler):
         elif event.opening is not None and not self._open(conversation, event.opening):
             return
 
-        # Skip the tokens of this turn that were already sampled.
+        # Find the end of the tokens of this turn that have already been sampled.
         sequence = conversation.sequence
-        end = conversation.seen
+        end = conversation.exchanged_tokens
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
-        # The limit of a turn counts them, too.
+        # The turn's limit includes these tokens.
         conversation.turn_tokens_left = None
         if event.limit is not None:
-            num_sampled = end - conversation.seen
+            num_sampled = end - conversation.exchanged_tokens
             conversation.turn_tokens_left = max(0, event.limit - num_sampled)
         if conversation.is_turn_complete(end):
             self._hand_over(conversation, end)
@@ -357,11 +364,14 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         event: TurnRequest,
     ) -> bool:
-        """Append the observed messages, or compare replayed ones; return whether a turn follows."""
-        sequence = conversation.sequence
-        start = conversation.seen
+        """Append the environment's messages, or in a replay compare them with the existing tokens.
 
-        # Tokenise the messages as a continuation of the turn, which may have ended with its stop token.
+        Returns whether a turn follows: false if the episode has failed, or has no room for a turn.
+        """
+        sequence = conversation.sequence
+        start = conversation.exchanged_tokens
+
+        # Tokenise the messages as a continuation of the turn, whose last token may be a stop token.
         stop_token = None
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
@@ -373,20 +383,20 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         end = start + len(observed)
         if start < len(sequence.tokens):
-            # Replayed: the observation must be the tokens that follow, none of them sampled.
-            earlier = sequence.tokens[start:end].tolist()
-            is_same = earlier == observed and not any(map(sequence.is_sampled, range(start, end)))
+            # Replay: the observation must equal the existing tokens, none of which was sampled.
+            existing = sequence.tokens[start:end].tolist()
+            is_same = existing == observed and not any(map(sequence.is_sampled, range(start, end)))
             if not is_same:
                 self._fail(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= response_room(sequence, self.engine.max_model_len):
-            # No room for the observation and a token after it: the episode is truncated before it.
+            # Without room for the observation and a token after it, the episode is truncated before it.
             conversation.dropped_tokens = len(observed)
             self._hosts.end(conversation.episode)
             return False
         else:
             sequence.append_observed(observed)
-        conversation.seen = end
+        conversation.exchanged_tokens = end
         return True
 
     def _open(
@@ -394,7 +404,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         opening: Opening,
     ) -> bool:
-        """Replace the prompt by an environment's own messages; return False if the episode has failed."""
+        """Replace the prompt by the environment's messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
             tokens = self._chat.opened.start(*opening)
@@ -402,7 +412,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail(conversation, PROMPT, str(error))
             return False
 
-        # The room for the response depends on the length of the prompt.
+        # Compute the room for a response after the new prompt.
         prompt = array("q", tokens)
         room = sequence.sampling.max_response_tokens
         if self.engine.max_model_len is not None:
@@ -425,7 +435,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         reason: str,
         message: str,
     ) -> None:
-        """End an episode as failed, and its environment."""
+        """End the environment, and finish the sequence as failed for ``reason``, such as `DIVERGED`."""
         self._hosts.forget(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
@@ -435,8 +445,8 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         event: EpisodeEnd,
     ) -> None:
-        """Finish a sequence with the outcome of its environment."""
-        # The environment may end, or fail, while a turn is being sampled.
+        """Finish the sequence with the reward or failure of its environment."""
+        # The environment may end or fail while the engine samples a turn.
         if conversation.in_engine:
             self._aborts.append(conversation.number)
             conversation.in_engine = False

@@ -1,8 +1,9 @@
-"""Seeds, filters and draws: the pure parts of sampling, shared by all engines.
+"""Seeds, filters and random draws: the pure functions of sampling, shared by all engines.
 
 A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
-batch or the replica. The torch engine continues a sequence's random stream after an interruption; vLLM starts
-one for each request, so a continuation gets a seed of its own (`part_seed`).
+batch or the replica. After an interruption, the torch engine continues the sequence's random stream. vLLM
+starts a new stream for each request, so the continuation gets another seed, derived from the sequence's
+(`part_seed`).
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
 
 _MASK = 2**64 - 1
-"""Arithmetic of SplitMix64 is modulo 2**64."""
+"""Mask of 64 bits: SplitMix64 computes modulo 2**64."""
 
 
 def _mix(value: int) -> int:
-    """Scramble 64 bits (the finaliser of SplitMix64)."""
+    """Return a hash of 64 bits: the output function of the random generator SplitMix64."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
 
 
 def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """Return one independent seed in [0, 2**63) for each position in the global batch.
+    """Return an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
 
-    They are outputs of SplitMix64: any of them can be computed alone, without the earlier ones.
+    They are outputs of SplitMix64, each of which can be computed without the preceding ones.
     """
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
-    # Without the lowest bit: checkpoints store seeds as int64.
+    # Shift to 63 bits: checkpoints store seeds as int64.
     return [_mix(state) >> 1 for state in states]
 
 
 def part_seed(seed: int, num_sampled: int) -> int:
-    """Return the seed of the tokens after the first ``num_sampled`` of a sequence.
+    """Return the seed of a request that continues a sequence after ``num_sampled`` tokens.
 
-    For engines that start a new random stream for each request: with the sequence's own seed the continuation
-    would repeat the draws of the first tokens.
+    For engines that start a new random stream for each request: with the sequence's seed, the continuation
+    would repeat the random draws of the first tokens.
     """
     if num_sampled == 0:
         return seed
@@ -65,10 +66,10 @@ def vllm_parameters(
 ) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
 
-    vLLM counts the ``done`` earlier tokens of the response as a part of the prompt. Its defaults are written
-    out, since a server may have others.
+    ``done`` is the number of response tokens so far, which vLLM counts as part of the prompt. Fields with
+    vLLM's default value are included, since a server may have other defaults.
     """
-    # vLLM refuses a minimum above the limit of the request.
+    # vLLM rejects a minimum that exceeds the request's limit.
     min_tokens = min(max(0, sampling.min_response_tokens - done), limit)
 
     return {
@@ -86,16 +87,17 @@ def vllm_parameters(
         "seed": seed,
         # Only the stop tokens of the run end a sequence.
         "ignore_eos": True,
-        # The log-prob of the sampled token, and of no others.
+        # Return the log-prob of the sampled token only.
         "logprobs": 0,
         "detokenize": False,
     }
 
 
 def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
-    """Return the fields of vLLM's SamplingParams for its own filters, which report no support.
+    """Return the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
 
-    They suffice for responses that are not trained on, such as those to an evaluation set.
+    With them vLLM does not return which tokens passed the filters (the support), which training needs. So
+    they are used only for responses that are not trained on, such as those to an evaluation set.
     """
     if not truncates(sampling):
         return {}
@@ -105,7 +107,8 @@ def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
 def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
 
-    The server searches the text of each request for itself, so `StopTexts` still checks the response.
+    The server searches only the text of one request, not of the whole turn, so the client must still search
+    the response with `StopTexts`.
     """
     if not sampling.stop_texts:
         return {}
@@ -124,12 +127,12 @@ def vllm_finish(
 ) -> int:
     """Map vLLM's finish reason to a ``FINISH_*`` code.
 
-    A response with a missing or non-finite log-prob has failed: its logits were broken, and its tokens are
+    A response with a missing or non-finite log-prob has failed: its logits were invalid, so its tokens are
     not samples of the policy.
     """
     if not len(tokens) or len(log_probs) != len(tokens):
         return FINISH_FAILED
-    # The sum is finite only if every log-prob is.
+    # The sum is finite only if every log-prob is finite.
     if not isfinite(sum(log_probs)):
         return FINISH_FAILED
     codes = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
@@ -137,20 +140,20 @@ def vllm_finish(
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:
-    """Return whether decoding is greedy: the most likely token instead of a draw."""
+    """Return whether decoding is greedy: the most likely token is selected instead of a random one."""
     return sampling.temperature < GREEDY_BELOW
 
 
 def truncates(sampling: SamplingParameters) -> bool:
-    """Return whether filters restrict the draws to a part of the vocabulary."""
-    # Filters never remove the most likely token, so greedy decoding has none.
+    """Return whether top-p, top-k or min-p filters restrict sampling to a part of the vocabulary."""
+    # Filters never remove the most likely token, so they have no effect on greedy decoding.
     if is_greedy(sampling):
         return False
     return filters_tokens(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:
-    """Return the temperature of the reported log-probs: 1 for greedy decoding."""
+    """Return the temperature at which engines compute log-probs: 1 for greedy decoding."""
     if is_greedy(sampling):
         return 1.0
     return max(sampling.temperature, LOWEST_TEMPERATURE)
@@ -162,11 +165,11 @@ def ruled_logits(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
+    """Apply each row's biases, bans and penalties to its logits [B, V]; return the new logits [B, V].
 
-    ``prompts`` and ``responses`` are the token ids of each row so far. Returns ``logits`` itself if no row
-    has a rule. Definitions are vLLM's: biases and bans first, then the penalties. The repetition penalty
-    counts tokens of the prompt, too.
+    These rules precede temperature and filters. ``prompts`` and ``responses`` are the token ids of each row
+    so far. Returns ``logits`` itself if no row has a rule. The definitions are those of vLLM: biases and bans
+    first, then the penalties. The repetition penalty includes tokens of the prompt.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -186,9 +189,9 @@ def ruled_logits(
 
 
 def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, size: int) -> None:
-    """Ban the tokens that would repeat an n-gram of a row from its logits [V], in place.
+    """Ban tokens from the logits [V] of one row, in place, that would repeat an n-gram of the row.
 
-    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``size`` is n. As
+    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``size`` is n. Equivalent to
     `NoRepeatNGramLogitsProcessor` of transformers.
     """
     if len(tokens) < size:
@@ -197,8 +200,8 @@ def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, size: int) -> None:
     ngrams = tokens.unfold(0, size, 1)
     last = tokens[len(tokens) - size + 1 :]
 
-    # Every n-gram adds to its last token's logit, 0 if it begins with others than the row's last tokens:
-    # selecting the others would read their number from the device.
+    # Each n-gram adds to the logit of its last token: `BANNED` if its first n - 1 tokens are the row's last
+    # ones, otherwise 0. Indexing only the matching n-grams would wait for the device to return their number.
     repeats = (ngrams[:, :-1] == last).all(dim=1)
     logits.index_add_(0, ngrams[:, -1].long(), repeats.to(logits.dtype) * BANNED)
 
@@ -209,7 +212,7 @@ def _penalize(
     prompt: Sequence[int],
     response: Sequence[int],
 ) -> None:
-    """Apply the penalties to the logits [V] of one row, in place."""
+    """Apply the repetition, frequency and presence penalties to the logits [V] of one row, in place."""
     earlier = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
     earlier_ids = earlier.unique()
     values = logits[earlier_ids]
@@ -223,7 +226,7 @@ def _penalize(
 
 def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
-    # Default parameters filter nothing.
+    # Rows without filters get the default parameters, which remove no tokens.
     active = [parameters if truncates(parameters) else SamplingParameters() for parameters in sampling]
     top_k = [parameters.top_k for parameters in active]
     top_p = [parameters.top_p for parameters in active]
@@ -248,13 +251,14 @@ def filtered_logits(
     ``logits`` [B, V] of any float type; ``temperature``, ``top_p`` and ``min_p`` [B] float32, ``top_k`` [B]
     int64 with 0 for no limit. Returns [B, V] float32 with -inf for removed tokens; at least one remains.
 
-    Definitions are vLLM's. ``min_p`` is a fraction of the largest probability. Tokens that tie with the k-th
-    are retained. The nucleus is the smallest set with a mass of at least top-p.
+    The definitions are those of vLLM. ``min_p`` is a fraction of the largest probability. Tokens that tie
+    with the k-th are retained. The nucleus is the smallest set of tokens with a total probability of at least
+    top-p.
     """
     logits = logits.float() / temperature[:, None]
     vocabulary = logits.shape[1]
 
-    # min-p, as a bound of the logits: p >= min_p * p_max.
+    # min-p: p >= min_p * p_max, as a lower bound of the logits.
     if bool((min_p > 0).any()):
         lowest = logits.amax(dim=1) + min_p.log()
         logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
@@ -264,18 +268,18 @@ def filtered_logits(
     if not bool((has_top_k | has_top_p).any()):
         return logits
 
-    # Both need the logits in ascending order.
+    # Top-k and top-p need the logits in ascending order.
     ordered, order = logits.sort(dim=1)
     if bool(has_top_k.any()):
         k = torch.where(has_top_k, top_k, vocabulary)
         threshold = ordered.gather(1, (vocabulary - k)[:, None])
         ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
 
-    # A token is outside the nucleus if it and all less likely ones have a mass of at most 1 - p.
+    # A token is outside the nucleus if it and all less likely ones have a total probability of at most 1 - p.
     if bool(has_top_p.any()):
         tail_mass = ordered.softmax(dim=1).cumsum(dim=1)
         is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
-        # The most likely token remains, also where rounding puts it into the tail.
+        # The most likely token remains, even if rounding puts it into the tail.
         is_tail[:, -1] = False
         ordered = ordered.masked_fill(is_tail, -torch.inf)
 
@@ -290,18 +294,19 @@ def draw(
 ) -> Tensor:
     """Draw one token per row of filtered ``logits`` [B, V]: [B] int64.
 
-    Where ``greedy`` [B] bool is true, the most likely token is taken instead. Row i consumes exactly one draw
-    of ``generators[i]`` (on the CPU) in either case, so its random stream does not depend on other rows.
+    Where ``greedy`` [B] bool is true, the most likely token is selected instead. In either case row i
+    consumes exactly one number of ``generators[i]`` (on the CPU), so its random stream does not depend on
+    other rows.
     """
-    # By inversion of the cumulative distribution. float64: float32 cannot resolve rare tokens near 1.
+    # Invert the cumulative distribution, in float64: near 1, float32 cannot represent rare tokens.
     draws = []
     for generator in generators:
         draws.append(torch.rand((), generator=generator, dtype=torch.float64))
     uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
 
-    # Scaled by the total, which is not exactly 1. `right`: a removed token has an interval of no width, and
-    # is never hit. The clamp covers a target that rounds up to the total.
+    # Scale by the total, which is not exactly 1. With `right`, a removed token, whose interval is empty, is
+    # never drawn. The clamp is for a target that rounds up to the total.
     target = uniform[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
     sampled = sampled.clamp(max=logits.shape[1] - 1)

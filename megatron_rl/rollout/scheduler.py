@@ -1,15 +1,16 @@
-"""Scheduler of sampling: which sequences a replica works on, and which requests it submits to its engine.
+"""Scheduler of sampling: which sequences a replica admits, and which requests it submits to its engine.
 
-Every unfinished sequence of a round just has a number of tokens that it may still get. A replica admits
-sequences while it has room, submits a request for each that waits for tokens, steps its engine and appends
-the completions, until no sequence waits or the round stops.
+Every unfinished sequence of a round just has a number of tokens that may still be sampled for it. A replica
+admits sequences up to its in-flight limit, submits a request for each that needs tokens, steps its engine and
+appends the completions, until all its sequences are finished or the round ends.
 
-A round stops in one of two orders:
+A round ends in one of two ways (orders):
 
-* closed: token rounds. Each unfinished sequence gets up to ``token_round`` tokens. Then all replicas gather
-  which sequences finished, and continue until enough groups are. Only lengths decide, so a run is repeatable.
-* open: ``stop_when``. The round ends between two engine steps, by the clock, once the learners wait for it
-  and enough groups are finished.
+* closed: token rounds. Up to ``token_round`` tokens are sampled for each unfinished sequence. Then the
+  replicas gather which sequences are finished, and repeat this until enough groups are finished. The result
+  depends only on the lengths of responses, not on time, so a run is repeatable.
+* open: ``stop_when``. The round ends between two engine steps, as soon as the learners (ranks without an
+  engine) wait for it and enough groups are finished. The result depends on time.
 
 The tokens of a group do not depend on the replica that samples it.
 """
@@ -32,7 +33,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH
 
 OnFinished = Callable[[int, SequenceGroup], None]
-"""Callback for a group once all its sequences are finished: (index in the round, group)."""
+"""Callback for a group whose sequences are all finished; arguments: index in the round, group."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +41,37 @@ class GenerationRound:
     """The groups that one step samples, equal on every rank.
 
     Example:
-        Three groups are in flight. Two finished ones suffice, and the first must be among them::
+        Three groups are in flight. The round ends when two are finished, one of which must be the first::
 
-            GenerationRound(groups, required=(True, False, False), wanted=2, version=7, token_round=512)
+            GenerationRound(groups, required=(True, False, False), batch_groups=2, version=7, token_round=512)
     """
 
     groups: tuple[SequenceGroup, ...]
     """Running and finished groups, in the order in which they were started."""
 
     required: tuple[bool, ...]
-    """Whether each group must finish in this round, because it would be too old in the next."""
+    """Whether each group must finish in this round, because it would be too old for training in the next."""
 
-    wanted: int
-    """Number of groups for the learner."""
+    batch_groups: int
+    """Number of groups that must be finished for the training batch."""
 
     version: int
-    """Version of the weights that sample, 0 or more: -1 is `OBSERVED`."""
+    """Version of the weights that sample, at least 0, since -1 marks observed tokens (`OBSERVED`)."""
 
     token_round: int | None = None
-    """Tokens per sequence between two gathers of the closed order; None for a single token round, in which
-    every sequence finishes."""
+    """Maximum number of tokens per sequence between two gathers of the closed order; None for a single token
+    round, in which every sequence finishes."""
 
     rendezvous: int | None = None
-    """Number of the `Rendezvous` that ends a round of the open order, None in the closed order."""
+    """Number of the `Rendezvous` that ends a round of the open order; None in the closed order."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
-            raise ValueError(f"weights of version {self.version} cannot sample: versions begin with 0")
+            raise ValueError(f"the version of the weights must be at least 0, got {self.version}")
 
     @cached_property
     def unfinished(self) -> list[tuple[int, Sequence]]:
-        """Return (index of its group, sequence) of each sequence that was unfinished at the start."""
+        """Return (index of its group, sequence) for each sequence that is unfinished at the round's start."""
         return [
             (index, sequence)
             for index, group in enumerate(self.groups)
@@ -79,15 +80,15 @@ class GenerationRound:
         ]
 
 
-def is_enough(
+def enough_groups_finished(
     finished: Iterable[bool],
     required: abc.Sequence[bool],
     count: int,
 ) -> bool:
-    """Return whether ``count`` groups are finished, and all required ones among them.
+    """Return whether at least ``count`` groups are finished, including all required ones.
 
     Example:
-        >>> is_enough([True, True, False], [False, False, True], 2)
+        >>> enough_groups_finished([True, True, False], [False, False, True], 2)
         False
     """
     finished = list(finished)
@@ -98,10 +99,12 @@ def is_enough(
 
 
 class Rendezvous:
-    """End of an open round: all learners wait, and enough of its groups are finished.
+    """End of an open round: all learners (ranks without an engine) wait, and enough groups are finished.
 
-    Both are counters in the job's store that only grow. Replicas may see the end at different engine steps,
-    but once it has come they all see it.
+    The conditions are counters in the job's store that only grow. So replicas may observe the end at
+    different engine steps, but each of them will observe it.
+
+    ``learners``: number of ranks without an engine.
     """
 
     def __init__(
@@ -115,18 +118,18 @@ class Rendezvous:
         # Groups that were finished before the round are not counted in the store.
         unfinished = {index for index, _ in generation_round.unfinished}
         num_finished_before = len(generation_round.groups) - len(unfinished)
-        self._count = generation_round.wanted - num_finished_before
+        self._count = generation_round.batch_groups - num_finished_before
         self._num_required = sum(generation_round.required[index] for index in unfinished)
 
     def count_finished(self, group: int) -> None:
-        """Count a group that has finished. Called once per group, on the first rank of its replica."""
+        """Count the finished group of index ``group``; call it once, on the first rank of its replica."""
         number = self._round.rendezvous
         store_increment(f"finished by rendezvous {number}")
         if self._round.required[group]:
             store_increment(f"required and finished by rendezvous {number}")
 
     def is_over(self) -> bool:
-        """Return whether the round ends now."""
+        """Return whether all learners wait and enough groups, including the required ones, are finished."""
         number = self._round.rendezvous
         return (
             store_value(f"waiting for rendezvous {number}") >= self._learners
@@ -135,8 +138,11 @@ class Rendezvous:
         )
 
 
-def await_rendezvous(number: int) -> None:
-    """Count this rank, a learner, as waiting for the end of an open round."""
+def arrive_at_rendezvous(number: int) -> None:
+    """Count this learner as waiting for the end of an open round; does not block.
+
+    ``number``: `GenerationRound.rendezvous` of the round.
+    """
     store_increment(f"waiting for rendezvous {number}")
 
 
@@ -144,7 +150,7 @@ class Admitted(NamedTuple):
     """A sequence that a replica has admitted.
 
     Example:
-        The third unfinished sequence of a round, of its second group, continued after 40 tokens::
+        The third unfinished sequence of a round, in the round's second group, which already has 40 tokens::
 
             Admitted(position=2, group=1, start=40, sequence=Sequence(...))
     """
@@ -159,20 +165,26 @@ class Admitted(NamedTuple):
     """Number of tokens of the response when the sequence was admitted."""
 
     sequence: Sequence
-    """The replica's own copy, which gets the new tokens."""
+    """Copy of the buffer's sequence, to which this replica appends the new tokens."""
 
 
 class ReplicaQueue:
     """Order in which one replica admits the sequences of a round, group after group.
 
-    The first groups, as many as all ``replicas`` have room for, are assigned to the replicas in turn. A
-    replica draws each further group from the job's shared queue, once it has room for the group's first
-    sequence. So no replica is idle while groups are queued, and none waits for a group that a slower one has
-    reserved. A round with room for all groups is distributed in the same way in every run.
+    The first groups, as many as fit into the in-flight limits of all replicas, are assigned round robin. A
+    replica draws each further group from the job's shared queue when its in-flight limit permits the group's
+    first sequence. So no replica is idle while groups are queued, and no group waits for a slow replica. If
+    all groups fit into the limits, they are distributed in the same way in every run.
 
-    ``next_queue_index`` draws from the shared queue: over all replicas it returns 0, 1, 2, … once each.
-    ``cached_on`` maps seeds of sequences to the replica whose engine retains their key-value cache; their
-    groups are assigned to that replica.
+    Arguments:
+        generation_round: the round, equal on all replicas.
+        max_in_flight: maximum number of sequences in flight on this replica.
+        max_model_len: the engine's limit of prompt and response tokens together, or None for no limit.
+        next_queue_index: draws from the shared queue: over all replicas it returns each of 0, 1, 2, … once.
+        replica: index of this replica.
+        replicas: number of replicas.
+        cached_on: seed of a sequence -> replica whose engine retains the sequence's key-value cache. Its
+            group is assigned to that replica.
     """
 
     def __init__(
@@ -190,7 +202,7 @@ class ReplicaQueue:
         self._max_model_len = max_model_len
         self._next_queue_index = next_queue_index
 
-        # Positions of the unfinished sequences by group, and the replicas with a cache of one.
+        # Group -> positions of its unfinished sequences; group -> replica that has cached one of them.
         self._positions: dict[int, list[int]] = {}
         cached: dict[int, int] = {}
         for position, (group, sequence) in enumerate(generation_round.unfinished):
@@ -198,8 +210,8 @@ class ReplicaQueue:
             if cached_on and sequence.seed in cached_on:
                 cached[group] = cached_on[sequence.seed]
 
-        # The first groups, which fill all replicas, are assigned in turn; the others are drawn. If any group
-        # is cached, all uncached ones are drawn: a replica may be full with the groups that it has cached.
+        # Assign the first groups, up to the in-flight limits, round robin; the others are drawn. If any group
+        # is cached, all uncached ones are drawn: cached groups alone may exceed a replica's in-flight limit.
         uncached = [group for group in self._positions if group not in cached]
         group_sizes = [len(group.sequences) for group in generation_round.groups]
         samples = max(group_sizes, default=1)
@@ -211,14 +223,15 @@ class ReplicaQueue:
         self._assigned = [*cached_groups, *uncached_groups]
         self._shared_queue = uncached[num_assigned:]
 
-        # The remaining sequences of the current group, and all admitted sequences of unfinished groups.
+        # Sequences of the current group that `pop` has not returned yet; admitted sequences of each
+        # unfinished group.
         self._admitting: list[Admitted] = []
         self._in_progress: dict[int, list[Admitted]] = {}
 
     def pop(self) -> Admitted | None:
-        """Return the next sequence of the replica's current group, or of the next one; None at the end.
+        """Return the next sequence that this replica admits, or None if no group remains.
 
-        All sequences of a group are copied when its first is admitted.
+        All sequences of a group are copied when its first one is returned.
         """
         if not self._admitting:
             group = self._next_group()
@@ -230,39 +243,39 @@ class ReplicaQueue:
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
         """Remove and return the groups that this replica has finished, with their index in the round."""
-        finished = []
-        for index, members in self._in_progress.items():
-            if all(member.sequence.is_finished for member in members):
-                finished.append(index)
+        finished_indices = []
+        for index, admitted in self._in_progress.items():
+            if all(item.sequence.is_finished for item in admitted):
+                finished_indices.append(index)
 
         groups = []
-        for index in finished:
-            members = self._in_progress.pop(index)
-            groups.append((index, self._with_copies(index, members)))
+        for index in finished_indices:
+            admitted = self._in_progress.pop(index)
+            groups.append((index, self._with_copies(index, admitted)))
         return groups
 
     def _with_copies(
         self,
         index: int,
-        members: abc.Sequence[Admitted],
+        admitted: abc.Sequence[Admitted],
     ) -> SequenceGroup:
-        """Return a group of the round with the replica's copies in place of the admitted sequences."""
-        # By identity: sequences that finished in an earlier step were not copied.
+        """Return the round's group ``index`` with this replica's copies instead of the admitted sequences."""
+        # Matched by identity: sequences that finished in an earlier step have no copy.
         copies = {}
-        for member in members:
-            _, sequence = self.round.unfinished[member.position]
-            copies[id(sequence)] = member.sequence
+        for item in admitted:
+            _, sequence = self.round.unfinished[item.position]
+            copies[id(sequence)] = item.sequence
 
         group = self.round.groups[index]
         sequences = [copies.get(id(sequence), sequence) for sequence in group.sequences]
         return SequenceGroup(group.prompt, sequences)
 
     def _next_group(self) -> int | None:
-        """Return the index of the replica's next group, None if no group remains for it."""
+        """Return the index of the replica's next group, or None if no group remains for it."""
         if self._assigned:
             return self._assigned.pop(0)
 
-        # An empty queue is never drawn from: a draw can be a collective.
+        # Do not draw from an empty queue: a draw can be a collective.
         if not self._shared_queue:
             return None
 
@@ -273,7 +286,7 @@ class ReplicaQueue:
         return self._shared_queue[index]
 
     def _admit(self, position: int) -> Admitted:
-        """Admit a copy of the sequence at ``position``; it fails at once if it has no room for a response."""
+        """Copy the sequence at ``position``; mark the copy as failed if it has no room for a response."""
         group, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0
@@ -286,7 +299,7 @@ class ReplicaQueue:
 def response_room(sequence: Sequence, max_model_len: int | None) -> int:
     """Return the maximum number of response tokens of a sequence.
 
-    0 or less if the prompt is empty, or leaves no room in the model's context.
+    It is 0 or less if the prompt is empty or fills the model's context of ``max_model_len`` tokens.
     """
     room = 0
     if sequence.prompt:
@@ -298,28 +311,29 @@ def response_room(sequence: Sequence, max_model_len: int | None) -> int:
 
 
 class SchedulerOutput(NamedTuple):
-    """Calls of a replica's engine before its next step, equal on all ranks of the replica.
+    """Calls to a replica's engine before its next step, equal on all ranks of the replica.
 
     Example:
-        One request, and none to drop::
+        One request to submit, and none to abort::
 
             SchedulerOutput(requests=(GenerationRequest(0, [5, 6], ...),))
     """
 
     requests: tuple[GenerationRequest, ...] = ()
-    """Requests to submit; their number is the index of the sequence in `ReplicaScheduler.admitted`."""
+    """Requests to submit; a request's number is the index of its sequence in `ReplicaScheduler.admitted`."""
 
     aborts: tuple[int, ...] = ()
     """Numbers of open requests to abort, before the new ones are submitted."""
 
 
 class ReplicaScheduler:
-    """Scheduler of one replica, for sequences that are one response to their prompt.
+    """Scheduler of one replica, for sequences with a single response to their prompt.
 
-    Collective over ``ranks``, the replica's. All of them must call the engine alike. Either all ranks compute
-    the same schedule, without a message per engine step; that needs a schedule that depends on the engine's
-    completions alone. Or the replica ``is_led``: its first rank alone schedules (``is_leader``), and
-    broadcasts its `SchedulerOutput`. ``stop_when`` ends the round between two engine steps.
+    Collective over ``ranks``, the ranks of the replica, which must all make the same engine calls. If the
+    schedule depends only on the engine's completions, every rank computes it, without communication.
+    Otherwise the replica ``is_led``: only its first rank computes the schedule (``is_leader``) and broadcasts
+    a `SchedulerOutput` per engine step. If ``stop_when`` returns true, the round ends before the next engine
+    step.
     """
 
     def __init__(
@@ -341,9 +355,9 @@ class ReplicaScheduler:
         self._schedules = is_leader or not is_led
         self._version = queue.round.version
 
-        # Limit of tokens per sequence in this token round, None without one.
+        # Maximum number of tokens per sequence in this token round, or None for no limit.
         self._token_round: int | None = None
-        # Indices in `admitted` of the sequences that wait for a request, and the number of open requests.
+        # Indices in `admitted` of the sequences that need a request, and the number of open requests.
         self._pending: list[int] = []
         self._num_running = 0
 
@@ -352,20 +366,23 @@ class ReplicaScheduler:
         tokens: int | None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sample up to ``tokens`` tokens of every sequence; call ``after_step`` after each engine step."""
+        """Sample up to ``tokens`` tokens for every sequence; None means no limit.
+
+        Calls ``after_step`` after each engine step.
+        """
         with self.engine.sampling():
             self.start_token_round(tokens)
             while self.step():
                 count_progress("engine steps")
                 after_step()
 
-            # Requests are open here only if `stop_when` has ended the round.
+            # No requests are open unless `stop_when` has ended the round.
             completions = self.engine.interrupt()
             if self._schedules:
                 self._append_interrupted(completions)
 
     def start_token_round(self, tokens: int | None) -> None:
-        """Start a token round: schedule all unfinished and new sequences for at most ``tokens`` tokens."""
+        """Start a token round: mark all unfinished sequences as needing a request of at most ``tokens``."""
         self._token_round = tokens
         self._pending = []
         for number, admitted in enumerate(self.admitted):
@@ -377,13 +394,13 @@ class ReplicaScheduler:
         output = None
         if self._schedules:
             output = self._schedule_or_stop()
-        # The other ranks of a led replica wait here for the leader's schedule, or for the end.
+        # The other ranks of a led replica receive the schedule, or None at the end of the round.
         if self._is_led:
             output = broadcast_object(output, self._ranks)
         if output is None:
             return False
 
-        # The same calls in the same order on all ranks of the replica.
+        # All ranks of the replica make the same calls in the same order.
         for number in output.aborts:
             self.engine.abort(number)
         for request in output.requests:
@@ -395,12 +412,13 @@ class ReplicaScheduler:
         return True
 
     def _schedule_or_stop(self) -> SchedulerOutput | None:
+        """Return the next schedule, or None if the round ends."""
         if self._stop_when is not None and self._stop_when():
             return None
         return self.schedule()
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return the next requests; None once no sequence waits for tokens."""
+        """Return the next requests, or None if no request is open and no sequence needs one."""
         num_in_flight = self._num_running + len(self._pending)
         self._pending += self.admit(num_in_flight)
         requests = tuple(self.request(number, self._token_round) for number in self._pending)
@@ -417,15 +435,16 @@ class ReplicaScheduler:
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             sequence.append_sampled(completion, self._version)
-            # At the limit of a token round, the sequence is only finished if its response has no more room.
+            # FINISH_LENGTH may only mean the end of the token round: the sequence is unfinished if it has
+            # room.
             if completion.finish_reason != FINISH_LENGTH or self.room(sequence) < 1:
                 sequence.finish_reason = completion.finish_reason
 
     def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences up to the in-flight limit, given ``num_in_flight``; return the unfinished ones.
+        """Admit sequences up to the in-flight limit; ``num_in_flight`` are in flight already.
 
-        Sequences are returned as indices in ``admitted``. A sequence without room for a response is finished
-        at once.
+        Returns the indices in ``admitted`` of the new sequences, except those that have already failed
+        because their prompt leaves no room for a response.
         """
         unfinished = []
         while num_in_flight + len(unfinished) < self.queue.max_in_flight:
@@ -437,11 +456,12 @@ class ReplicaScheduler:
         return unfinished
 
     def admit_remaining(self) -> None:
-        """Admit the groups that no replica has admitted, so that one replica reports every sequence."""
+        """Admit the groups that no replica has admitted, so that each sequence is reported by a replica."""
         while self._admit_next() is not None:
             pass
 
     def _admit_next(self) -> int | None:
+        """Admit the next sequence; return its index in ``admitted``, or None if no group remains."""
         admitted = self.queue.pop()
         if admitted is None:
             return None
@@ -449,7 +469,7 @@ class ReplicaScheduler:
         return len(self.admitted) - 1
 
     def room(self, sequence: Sequence) -> int:
-        """Return the number of tokens by which the response may still grow."""
+        """Return the number of tokens that may still be added to the response."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
     def request(
@@ -460,7 +480,8 @@ class ReplicaScheduler:
     ) -> GenerationRequest:
         """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
 
-        ``turn_start`` is the number of tokens of the response in front of its current turn.
+        ``limit`` None means up to the sequence's room. ``turn_start`` is the number of tokens in the response
+        before the current turn.
         """
         sequence = self.admitted[number].sequence
         max_tokens = self.room(sequence)
@@ -482,11 +503,11 @@ class ReplicaScheduler:
         return self.queue.pop_finished()
 
     def new_prompts(self) -> dict[int, list[int]]:
-        """Return the prompts that differ from the record's, by the sequence's position in the round."""
+        """Return the prompts that environments have replaced, by position in `GenerationRound.unfinished`."""
         return {}
 
     def new_tokens(self, routing: RoutingShape | None) -> NewTokens:
-        """Return the tokens that this replica has added to the sequences that it admitted."""
+        """Return the tokens that this replica has added to its admitted sequences in this round."""
         return collect_new_tokens(
             [admitted.position for admitted in self.admitted],
             [admitted.sequence for admitted in self.admitted],
@@ -496,10 +517,10 @@ class ReplicaScheduler:
         )
 
     def close(self) -> None:
-        """Release the resources of sequences that continue in another step."""
+        """Release the resources of sequences that are unfinished at the end of the round."""
 
     def _append_interrupted(self, completions: abc.Sequence[Completion]) -> None:
-        """Append the tokens of requests that were open at the end; their sequences stay unfinished."""
+        """Append the tokens of requests that were interrupted by the round's end."""
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             if not sequence.is_finished:
@@ -519,19 +540,29 @@ def sample_round(
     max_in_flight: int | None = None,
     on_finished: OnFinished | None = None,
 ) -> NewTokens:
-    """Continue the unfinished sequences of a round until enough of its groups are finished.
+    """Sample the unfinished sequences of a round until enough of its groups are finished.
 
-    ``next_queue_index`` and ``max_in_flight`` as for `ReplicaQueue`; ``max_in_flight`` defaults to the
-    number of requests that the engine works on at once. ``on_finished`` is called on the first rank of a
-    replica, while other groups continue. Collective over the ranks of ``layout``, whose communicator must
-    exist.
+    Arguments:
+        engine: this rank's engine.
+        layout: ranks of the engine's replicas.
+        rank: rank of this process.
+        generation_round: the round, equal on all ranks.
+        next_queue_index: see `ReplicaQueue`.
+        make_scheduler: creates the scheduler of this rank's replica.
+        routing: layers and experts per token if the engine records the routing, or None.
+        max_in_flight: maximum number of sequences in flight on a replica; None for the number of requests
+            that the engine processes concurrently.
+        on_finished: called on the first rank of a replica for each group that it finishes, during sampling.
+
+    Returns the new tokens on the first rank of each replica, no tokens on the others. Collective over the
+    ranks of ``layout``, whose communicator must exist.
     """
     all_ranks = ReplicaGroup(layout.ranks)
     coordinates = layout.coordinates(rank)
     is_output_rank = coordinates.tensor == 0
     is_open = generation_round.rendezvous is not None
 
-    # In the closed order no request with tokens is interrupted, so no engine retains a cache.
+    # Engines retain the key-value cache of interrupted requests, which exist only in the open order.
     cached_on = None
     if is_open:
         cached_on = _cached_on(engine, layout, all_ranks)
@@ -564,14 +595,14 @@ def sample_round(
             report_finished,
         )
 
-    # Every sequence needs a replica that reports it, also one that no replica has begun.
+    # `append_new_tokens` expects every sequence of the round, even those that no replica has started.
     scheduler.close()
     scheduler.admit_remaining()
     if generation_round.token_round is None:
         for admitted in scheduler.admitted:
             admitted.sequence.finished_in = 1
 
-    # The other ranks of a replica have the same tokens, or none if the replica is led.
+    # The first rank reports for its replica: the other ranks have the same tokens, or none if it is led.
     if not is_output_rank:
         return collect_new_tokens([], [], [], {}, routing)
     return scheduler.new_tokens(routing)
@@ -583,8 +614,8 @@ def _run_once(
     report_finished: Callable[[], None],
 ) -> None:
     """Sample until every sequence is finished or, in the open order, the round is over."""
-    # An open round runs until the learners wait, even if enough groups are finished already.
-    if generation_round.rendezvous is None and _enough(generation_round, {}):
+    # An open round continues until the learners wait, even if enough groups are already finished.
+    if generation_round.rendezvous is None and _has_enough_groups(generation_round, {}):
         return
     scheduler.run_token_round(None, report_finished)
 
@@ -596,11 +627,11 @@ def _run_token_rounds(
     is_output_rank: bool,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample token rounds until enough groups are finished on all replicas together."""
+    """Sample token rounds until enough groups are finished, counted over all replicas."""
     # Position of a sequence in the round -> token round in which it finished; equal on all ranks.
     finished_in: dict[int, int] = {}
     token_round = 0
-    while not _enough(generation_round, finished_in):
+    while not _has_enough_groups(generation_round, finished_in):
         token_round += 1
         scheduler.run_token_round(generation_round.token_round, report_finished)
 
@@ -610,19 +641,22 @@ def _run_token_rounds(
                 admitted.sequence.finished_in = token_round
                 newly_finished.append(admitted.position)
 
-        # Every rank needs the positions of all replicas, so that all decide alike whether to continue.
+        # Every rank needs the positions of all replicas, so that all make the same decision to continue.
         positions = newly_finished if is_output_rank else []
         for replica_positions in all_ranks.gather_objects(positions):
             finished_in |= dict.fromkeys(replica_positions, token_round)
 
 
-def _enough(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
-    """Return whether enough groups are finished, given the positions of newly finished sequences."""
+def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
+    """Return whether enough groups of a round are finished.
+
+    The keys of ``finished_in`` are the positions of the sequences that have finished during the round.
+    """
     finished = [True] * len(generation_round.groups)
     for position, (group, _) in enumerate(generation_round.unfinished):
         if position not in finished_in:
             finished[group] = False
-    return is_enough(finished, generation_round.required, generation_round.wanted)
+    return enough_groups_finished(finished, generation_round.required, generation_round.batch_groups)
 
 
 def _cached_on(
@@ -630,7 +664,7 @@ def _cached_on(
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,
 ) -> dict[int, int]:
-    """Gather the key-value caches that engines retain: seed of the sequence -> replica of the engine.
+    """Gather which replica's engine retains the key-value cache of which sequence: seed -> replica.
 
     Collective over the ranks of ``layout``.
     """
@@ -648,12 +682,12 @@ def draw_queue_index(
     rank: int,
     is_led: bool,
 ) -> int:
-    """Return the next index of the job's queue ``name``; the first rank of a replica draws it.
+    """Draw the next index of the job's queue ``name``, on the first rank of a replica.
 
-    The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.
+    The replica's other ranks receive it by broadcast. If the replica ``is_led``, only its first rank admits
+    sequences, and the others get an index beyond the end of every queue.
     """
     coordinates = layout.coordinates(rank)
-    # The largest int is beyond the end of every queue, for ranks that do not draw.
     index = sys.maxsize
     if coordinates.tensor == 0:
         index = store_increment(name)

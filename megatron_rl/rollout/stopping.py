@@ -1,11 +1,11 @@
 """Stop texts of several tokens: the search for them in the tokens that an engine samples.
 
-A stop text ends a response at the token whose text completes it. The token is retained whole, with its
-log-prob, also where its text continues after the stop text: the policy sampled the token, not a part of it.
-So the row ends with the first token t for which the text of the turn's tokens up to t contains a stop text.
+A stop text ends a response with the token that completes it. The token and its log-prob are retained even if
+its text continues after the stop text, since the policy samples whole tokens. So the response ends with the
+first token t such that the text of the turn's tokens up to t contains a stop text.
 
-Every engine applies this one rule, with the tokenizer of the model, and without the text of the prompt, of
-observations and of earlier turns.
+Every engine applies this rule, with the tokenizer of the model. The search excludes the text of the prompt,
+of observations and of earlier turns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_STOP, SamplingParameters
 
 _MARGIN = 8
-"""Characters in front of the longest stop text that stay in a search: the text of the first remaining tokens
-may differ from their text in the response: a character can span tokens, and decoders drop a first space."""
+"""Number of characters that a search retains in addition to the length of the longest stop text. If earlier
+tokens are dropped, the text of the first retained ones can change: a character can span several tokens, and
+decoders drop a leading space."""
 
 
 class StopSearch:
     """Search for stop texts in the text of one turn, token by token.
 
-    ``decode`` returns the text of tokens. ``before`` has the token in front of the turn, or none; ``turn``
-    has its tokens so far.
+    ``decode`` returns the text of token ids. ``before`` has the token before the turn, or is empty if there
+    is none. ``turn`` has the turn's tokens so far.
 
     Example:
         >>> search = StopSearch(lambda tokens: "".join(map(chr, tokens)), ("ab",), before=b"a", turn=b"ba")
@@ -48,7 +49,7 @@ class StopSearch:
         self._texts = texts
         self._longest = max(len(text) for text in texts) + _MARGIN
 
-        # The last tokens of the turn, and the number of characters in front of it.
+        # The last tokens of the turn, and the index of the turn's first character in their text.
         self._tokens = [*before, *turn]
         self._start = len(decode(list(before)))
 
@@ -63,7 +64,8 @@ class StopSearch:
         if any(text.find(stop, self._start) >= 0 for stop in self._texts):
             return True
 
-        # Drop the first half of the tokens once the second half is long enough for every stop text to come.
+        # Drop the first half of the tokens if the second half is long enough to find every stop text that
+        # further tokens complete.
         if len(text) > 2 * self._longest:
             second_half = self._tokens[len(self._tokens) // 2 :]
             if len(self._decode(second_half)) >= self._longest:
@@ -73,9 +75,9 @@ class StopSearch:
 
 
 class StopTexts:
-    """Searches for the stop texts of requests, by the tokenizer that ``load`` returns.
+    """Factory of searches for stop texts, with the tokenizer that ``load`` returns.
 
-    The tokenizer is loaded for the first request with stop texts: most runs have none.
+    The tokenizer is loaded at the first request with stop texts, since most runs have none.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -83,12 +85,13 @@ class StopTexts:
 
     @classmethod
     def of_model(cls, path: str | Path) -> StopTexts:
-        """Return the searches with the tokenizer of the HF checkpoint at ``path``."""
+        """Return a factory with the tokenizer of the Hugging Face model at ``path``."""
         return cls(lambda: load_tokenizer(path))
 
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
-        # The library's own decoder, since it is called for each token; special tokens have their text.
+        """Return the function that decodes token ids to text, including special tokens."""
+        # The backend of the tokenizers library: transformers' decode is slow, and this is called per token.
         backend = self._load().backend_tokenizer
         return lambda tokens: backend.decode(tokens, skip_special_tokens=False)
 
@@ -98,12 +101,13 @@ class StopTexts:
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> StopSearch | None:
-        """Return the search in a turn, the last ``turn_tokens`` of ``tokens``; None without stop texts."""
+        """Return a search in a turn, the last ``turn_tokens`` of ``tokens``, or None without stop texts."""
         if not sampling.stop_texts:
             return None
         start = len(tokens) - turn_tokens
-        before = tokens[max(0, start - 1) : start]
-        return StopSearch(self._decode, sampling.stop_texts, before, tokens[start:])
+        # Decoders may drop the leading space of a text, so decode the turn after the token that precedes it.
+        preceding = tokens[max(0, start - 1) : start]
+        return StopSearch(self._decode, sampling.stop_texts, preceding, tokens[start:])
 
     def is_stopped(
         self,
@@ -111,7 +115,10 @@ class StopTexts:
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> bool:
-        """Return whether a turn, the last ``turn_tokens`` of ``tokens``, ends with a stop token or text."""
+        """Return whether a turn has ended: with a stop token, or because it contains a stop text.
+
+        The turn is the last ``turn_tokens`` of ``tokens``.
+        """
         if not turn_tokens:
             return False
         if tokens[-1] in sampling.stop_token_ids:
@@ -124,7 +131,7 @@ class StopTexts:
         request: GenerationRequest,
         completion: Completion,
     ) -> Completion:
-        """Return a completion up to the token that completes a stop text, or all of it."""
+        """Cut a completion after the token that completes a stop text; return it unchanged without one."""
         search = self.search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
             return completion
@@ -140,10 +147,10 @@ def stopped_completion(
     completion: Completion,
     count: int,
 ) -> Completion:
-    """Return the first ``count`` tokens of a completion, whose last token ended the response."""
+    """Cut a completion after its first ``count`` tokens, the last of which ended the response."""
     experts = completion.experts
     if experts is not None:
-        # The model recorded no experts for the last token, which was never an input.
+        # The last token has no recorded experts, because it was never an input of the model.
         experts = experts[: len(request.tokens) + count - 1]
 
     return replace(

@@ -1,8 +1,8 @@
-"""The forms of a response during generation, from its prompt to the ragged batch of a step.
+"""Types of generation, from a prompt to the ragged batch of a step.
 
 Every sequence just has a prompt and a number of tokens after it, some sampled by the policy and some observed
-from an environment. A scheduler adds tokens to it until it has a finish reason; everything else
-(interruptions, turns, weight updates in between) only decides when.
+from an environment. A scheduler appends tokens until the sequence has a finish reason. Interruptions, turns
+and weight updates only affect when tokens are appended.
 
     PromptBatch -> SequenceGroup of Sequences -> GenerationRequest -> Completion -> NewTokens -> Rollouts
 """
@@ -19,7 +19,7 @@ from megatron_rl.rewards.worker import Answer
 from megatron_rl.types import FINISH_FAILED, UNFINISHED, Outcome, PromptBatch, SamplingParameters
 
 OBSERVED = -1
-"""Version of a token that an environment observed: no weights sampled it."""
+"""Version of a token that came from an environment or a prompt, and was not sampled by any weights."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class GenerationRequest:
     """Temperature, filters and stop tokens."""
 
     limit: int
-    """Most tokens to sample, 1 or more."""
+    """Maximum number of tokens to sample, at least 1."""
 
     seed: int
-    """Seed of the sequence's random draws, in [0, 2**63): equal in all requests of one sequence."""
+    """Seed of the sequence's random draws, in [0, 2**63), equal in all requests of one sequence."""
 
     done: int = 0
-    """Number of tokens of the response so far. An engine skips as many draws of the seed's random stream, so
-    that the continuation does not repeat them."""
+    """Number of response tokens in ``tokens``. An engine skips this number of draws of the seed's random
+    stream, so that the continuation does not repeat them."""
 
     turn_tokens: int = 0
-    """Number of the last tokens of ``tokens`` that belong to the turn which the request continues. Stop texts
-    are looked for in the turn alone."""
+    """Number of tokens at the end of ``tokens`` that belong to the turn which the request continues. Stop
+    texts are searched only in this turn."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Completion:
     """Identifier of the request."""
 
     tokens: abc.Sequence[int]
-    """Sampled token ids, ending with the stop token or the token that completes a stop text, if there is one.
-    Empty if the request failed."""
+    """Sampled token ids, including the stop token, or the token that completes a stop text, at the end. Empty
+    if the request failed."""
 
     log_probs: abc.Sequence[float]
     """Natural log-prob of each of ``tokens`` at the sampling temperature, after the filters."""
@@ -79,24 +79,24 @@ class Completion:
     """``FINISH_STOP``, ``FINISH_LENGTH`` (the request's limit was reached), or ``FINISH_FAILED``."""
 
     support: abc.Sequence[abc.Sequence[int]] = ()
-    """Support of each draw: token ids that passed the filters, one list per token. Empty without filters."""
+    """Support of each sampled token: the token ids that passed the filters. Empty without filters."""
 
     experts: Tensor | None = None
-    """[tokens, layers, k] int16: the experts that each token of the request and of the completion was routed
-    to, except the last token, which was never an input. None unless the engine records them."""
+    """[tokens, layers, experts per token] int16: the experts to which each token of request and completion
+    was routed, except the last token, which was never an input. None unless the engine records them."""
 
 
 def failed_completion(number: int) -> Completion:
-    """Return the completion of a request that could not be sampled."""
+    """Return the completion of a request that the engine could not sample."""
     return Completion(number, (), (), FINISH_FAILED)
 
 
 @dataclass
 class Sequence:
-    """One sample of one prompt, with all values that the learner needs; one row of the training batch.
+    """One sample of one prompt, with all values that training needs; one row of the training batch.
 
     Per-token values are arrays of machine numbers, not lists: a step may have tens of millions of tokens on
-    every rank, and a list takes several times the memory.
+    every rank, and a list needs several times the memory.
 
     Example:
         >>> from megatron_rl.types import FINISH_LENGTH
@@ -111,48 +111,49 @@ class Sequence:
     """[prompt tokens] int64: the record's prompt, or the messages that an environment opened with."""
 
     sampling: SamplingParameters
-    """Temperature, filters, stop tokens and the most tokens of a response."""
+    """Temperature, filters, stop tokens and maximum number of response tokens."""
 
     seed: int
-    """Seed of every random draw of the sequence, in [0, 2**63), and of its environment."""
+    """Seed of the sequence's random draws and of its environment, in [0, 2**63)."""
 
     policy_version: int
-    """Version of the weights that sampled the first token; before that, of the current weights."""
+    """Version of the weights that sampled the first token; without a token, of the current weights."""
 
     tokens: array = field(default_factory=lambda: array("q"))
     """[n] int64: token ids of the response, the n tokens after the prompt."""
 
     log_probs: array = field(default_factory=lambda: array("d"))
-    """[n] float64: the engine's log-prob of each token, 0 if observed. Rounded to float32 by the gather."""
+    """[n] float64: the engine's log-prob of each token, 0 if observed. The gather rounds it to float32."""
 
     versions: array = field(default_factory=lambda: array("i"))
     """[n] int32: version of the weights that sampled each token, `OBSERVED` if observed."""
 
     support_sizes: array = field(default_factory=lambda: array("i"))
-    """[n] int32: number of token ids in the support of each draw, 0 without filters."""
+    """[n] int32: number of token ids in the support of each token, 0 without filters or if observed."""
 
     support: array = field(default_factory=lambda: array("i"))
     """[sum of support_sizes] int32: token ids of the supports, concatenated."""
 
     experts: Tensor | None = None
-    """[prompt tokens + n, layers, k] int16: experts of each token, -1 if unrecorded; may be shorter."""
+    """[prompt tokens + n, layers, experts per token] int16: experts of each token, -1 where not recorded. The
+    last tokens may be absent. None unless the engine records experts."""
 
     finish_reason: int = UNFINISHED
-    """``FINISH_*``, or ``UNFINISHED``."""
+    """``FINISH_STOP``, ``FINISH_LENGTH``, ``FINISH_FAILED`` or ``UNFINISHED``."""
 
     finished_in: int = 0
-    """Token round of this step in which the sequence finished, from 1 on; 0 if in an earlier step."""
+    """Token round of this step in which the sequence finished, counted from 1; 0 if in an earlier step."""
 
     outcome: Outcome | None = None
-    """Reward or failure of the episode's environment, None without an environment or before its end."""
+    """Reward or failure of the sequence's environment; None without an environment or before it ends."""
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the sequence is complete: it gets no further tokens."""
+        """Return whether the sequence has a finish reason and gets no further tokens."""
         return self.finish_reason != UNFINISHED
 
     @property
-    def sampled_tokens(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Return the number of tokens that the policy sampled."""
         return len(self.versions) - self.versions.count(OBSERVED)
 
@@ -172,27 +173,30 @@ class Sequence:
         self.versions.extend([version] * count)
 
         support_sizes = [len(token_ids) for token_ids in completion.support]
-        # Without filters an engine reports no supports: all sizes are 0.
+        # Without filters an engine returns no supports: all sizes are 0.
         self.support_sizes.extend(support_sizes or [0] * count)
         for token_ids in completion.support:
             self.support.extend(token_ids)
 
-        # Not appended: an engine records the experts of the whole request, prompt included.
+        # Replaced, not appended: an engine records the experts of the whole request, prompt included.
         if completion.experts is not None:
             self.experts = completion.experts
 
     def append_observed(self, tokens: abc.Sequence[int]) -> None:
-        """Append the tokens of an observation."""
+        """Append the tokens of an environment's observation."""
         count = len(tokens)
         self.tokens.extend(tokens)
-        # Observed tokens were not drawn: no log-prob, no version of the weights and no support.
+        # Observed tokens are not sampled: they have no log-prob, no version of weights and no support.
         self.log_probs.extend([0.0] * count)
         self.versions.extend([OBSERVED] * count)
         self.support_sizes.extend([0] * count)
 
     def copy(self) -> Sequence:
-        """Return a copy for a scheduler; the buffer's sequence changes after the gather, on all ranks."""
-        # `replace` alone would share the arrays, which grow while the scheduler samples.
+        """Return a copy to which a scheduler can append tokens without changing this sequence.
+
+        The buffer's sequence changes only after the gather, on all ranks.
+        """
+        # `replace` alone would share the arrays, to which the scheduler appends.
         return replace(
             self,
             tokens=self.tokens[:],
@@ -205,9 +209,10 @@ class Sequence:
 
 @dataclass
 class SequenceGroup:
-    """The samples of one prompt. Advantages compare them, so all of a group are in one training batch.
+    """The samples of one prompt, which are in the same training batch, since advantages compare them.
 
-    A group is *waiting* while it has no sequences, then *running*, and *finished* once all its sequences are.
+    A group is *waiting* while it has no sequences, then *running*, and *finished* when all its sequences are
+    finished.
 
     Example:
         A prompt with two samples::
@@ -216,13 +221,13 @@ class SequenceGroup:
     """
 
     prompt: PromptBatch
-    """The record, as a batch of one prompt."""
+    """The record of the data set, as a batch of one prompt."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    """G sequences, `batch.samples_per_prompt` of them; none while the group is waiting."""
+    """The samples, `batch.samples_per_prompt` of them; empty while the group is waiting."""
 
     early_rewards: dict[str, dict[int, Answer]] = field(default_factory=dict)
-    """Rewards computed while other groups were sampled: name of the scorer -> sample -> reward."""
+    """Rewards computed while other groups were sampled: name of the scorer -> sequence's index -> reward."""
 
     @property
     def is_waiting(self) -> bool:
@@ -236,12 +241,12 @@ class SequenceGroup:
 
     @property
     def is_unstarted(self) -> bool:
-        """Return whether no sequence has a token or is finished: a restart of the group loses nothing."""
-        return not any(sequence.is_finished or sequence.sampled_tokens for sequence in self.sequences)
+        """Return whether no sequence is finished or has a sampled token, so that a restart loses no work."""
+        return not any(sequence.is_finished or sequence.num_sampled_tokens for sequence in self.sequences)
 
     @property
     def finished_in(self) -> int | None:
-        """Return the token round in which the last sequence finished, None before that."""
+        """Return the token round in which the group's last sequence finished, or None if unfinished."""
         if not self.is_finished:
             return None
         return max(sequence.finished_in for sequence in self.sequences)
@@ -249,9 +254,9 @@ class SequenceGroup:
     @property
     def sampled_tokens(self) -> int:
         """Return the number of tokens that the policy sampled in all sequences."""
-        return sum(sequence.sampled_tokens for sequence in self.sequences)
+        return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
     def age(self, version: int) -> int:
-        """Return the number of updates from the group's oldest token to weights of ``version``."""
-        # The first token is a sequence's oldest: weights only get newer.
+        """Return the number of weight updates between the group's oldest token and weights of ``version``."""
+        # Versions only increase, so a sequence's oldest token is its first one.
         return version - min(sequence.policy_version for sequence in self.sequences)

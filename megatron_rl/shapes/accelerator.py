@@ -57,11 +57,11 @@ class AcceleratedRole:
     shape: ModelShape
     """Sizes of the model."""
     layout: ParallelLayout
-    """Its parallel layout."""
+    """Parallel layout of the role."""
     fused: bool
-    """Whether its layers are Transformer Engine's."""
+    """Whether the model's layers are Transformer Engine's."""
     half_precision: bool
-    """Whether it computes in bfloat16 or float16."""
+    """Whether the model computes in bfloat16 or float16."""
     capability: int = HOPPER
     """Compute capability x 10."""
     deterministic: bool = False
@@ -69,17 +69,17 @@ class AcceleratedRole:
     has_flash_attention: bool = False
     """Whether the package flash-attn is installed."""
     distributed: bool = True
-    """Whether its optimizer is Megatron's distributed one."""
+    """Whether the role has Megatron's distributed optimizer."""
     replays_routing: bool = False
-    """Whether its routers replay recorded choices."""
+    """Whether the model's routers replay recorded choices."""
     adapted: bool = False
-    """Whether it has low-rank adapters."""
+    """Whether the model has low-rank adapters."""
 
     @property
-    def states_attention(self) -> bool:
+    def sets_attention_backend(self) -> bool:
         """Return whether the model sets ``attention_backend``, Transformer Engine's attention kernel.
 
-        Megatron keeps the choice for the whole process, so models with plain layers make it too.
+        Megatron keeps one choice for the whole process, so models with plain layers set it as well.
         """
         return self.half_precision and (self.fused or self.shape.plain_layers)
 
@@ -103,7 +103,7 @@ class AcceleratedRole:
         if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
             has_kernel = True
 
-        # cuDNN's backward pass has a deterministic kernel for Hopper alone.
+        # cuDNN's backward pass has a deterministic kernel only for Hopper.
         if self.deterministic and not HOPPER <= self.capability < 100:
             has_kernel = False
 
@@ -138,13 +138,13 @@ class AcceleratorDefault:
     key: str
     """Name of the field or variable."""
     value: Any
-    """Its default on an accelerator."""
+    """Default value on an accelerator."""
     condition: str
-    """When it applies, as text."""
+    """Condition under which the default applies, as text."""
     applies: Callable[[Any], bool]
     """The condition, of an `AcceleratedRole`, or of an `AcceleratedJob` for environment variables."""
     reason: str
-    """What it saves."""
+    """Cost that the default saves, or problem that it avoids."""
 
 
 DEFAULTS: tuple[AcceleratorDefault, ...] = (
@@ -153,7 +153,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "fused",
         "Transformer Engine's layers in half precision",
-        lambda role: role.states_attention and role.kernel != "flash",
+        lambda role: role.sets_attention_backend and role.kernel != "flash",
         "without a fused kernel Transformer Engine raises, instead of keeping the scores of whole rows",
     ),
     AcceleratorDefault(
@@ -161,7 +161,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "flash",
         "the same before compute capability 9.0, with flash-attn installed",
-        lambda role: role.states_attention and role.kernel == "flash",
+        lambda role: role.sets_attention_backend and role.kernel == "flash",
         "cuDNN has no kernel for packed rows there",
     ),
     AcceleratorDefault(
@@ -259,7 +259,7 @@ STAYS_OFF: Mapping[str, str] = {
     "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
     "which stages and restored runs need; it would save 2 bytes a parameter",
     "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, for rows of one length",
-    "cuda_graph_impl": "a graph holds one shape, and packed micro-batches differ in length",
+    "cuda_graph_impl": "a graph has fixed shapes, and packed micro-batches differ in length",
     "moe_token_dispatcher_type: flex": "DeepEP and HybridEP are packages of their own",
 }
 """Settings that other projects use for speed and that stay off here -> reason."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.errors import UserError
@@ -109,13 +109,13 @@ Fields = dict[str, Any]
 
 
 def no_fields(source: Any) -> Fields:
-    """Return no fields: the default of a family without structure or settings of its own."""
+    """Return no fields: the default of a family without special structure, settings or keys."""
     return {}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Table entry of a model family: to add a family is to write one of these.
+    """Entry of a model family in the table of families; adding a family means writing such an entry.
 
     Example: `megatron_rl.shapes.families.qwen3`.
     """
@@ -141,22 +141,20 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
-    scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of their width."""
-    scaled_queries: bool = False
-    """Queries are multiplied by a factor of their position, by ``llama_4_scaling_beta``."""
+    features: Sequence[str] = ()
+    """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     interleaved_experts: bool = False
-    """A checkpoint has a layer's experts in one tensor, transposed, with gate and up in turn (see
-    `shapes.fused_experts`)."""
+    """A checkpoint has a layer's experts in one tensor, transposed, in which rows of gate and up alternate
+    (see `shapes.fused_experts`)."""
     copied: Sequence[str] = ()
-    """Parts of the names of tensors that are not trained: exports have those of the starting model."""
+    """Parts of the names of tensors that are not trained; exports copy them from the starting model."""
     engine_family: str = ""
     """``model_type`` of the family that engines build instead, which computes the same on the rows of a run;
     empty for this family."""
     further_model_types: Sequence[str] = ()
-    """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
+    """More values of ``model_type`` in checkpoints with the same layers, without a class in transformers."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -179,7 +177,7 @@ class Family:
         config = reader.config
         sizes = common_sizes(reader)
 
-        # Refuse computations that no layer here has.
+        # Refuse computations that no layer of this package implements.
         activation = reader.get("hidden_act") or reader.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             reader.refuse(
@@ -211,7 +209,7 @@ class Family:
         mlp_bias = result.mlp_bias or result.expert_bias
         if result.output_bias != mlp_bias:
             reader.refuse(
-                "Biases in attention's output alone, or in the MLP alone, are not supported",
+                "Biases only in attention's output, or only in the MLP, are not supported",
                 "attention_bias",
                 f"the same as of the MLP, {_as_json(mlp_bias)}",
             )
@@ -321,7 +319,7 @@ def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tu
 
 
 def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """Return the dense layers of Qwen's mixtures: every step-th layer has experts, but for listed ones."""
+    """Return the dense layers of Qwen's MoE models: every step-th layer has experts unless it is listed."""
     step = reader.get("decoder_sparse_step", 1)
     mlp_only = reader.get("mlp_only_layers", [])
     return tuple(
@@ -332,7 +330,7 @@ def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def gated_shared_expert(reader: ConfigReader, dense_layers: tuple[int, ...] = ()) -> Fields:
-    """Read routed experts beside one shared expert whose output has a gate, as Qwen's mixtures have it."""
+    """Read the fields of routed experts and a shared expert with a gated output, as in Qwen's MoE models."""
     return {
         **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("shared_expert_intermediate_size"),
@@ -353,7 +351,7 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
 
 
 def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fields:
-    """Read the layers with gated delta nets, and the sizes of these.
+    """Read which layers have gated delta nets, and the sizes of the delta nets.
 
     transformers 5 writes a type per layer, ``layer_types``; older versions write that each
     ``full_attention_interval``-th layer has full attention; ``interval`` is used where neither is written.
@@ -372,7 +370,6 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
         return {}
 
     # Keys have as many heads as queries; several value heads share one of them.
-
     key_heads = reader.size("linear_num_key_heads")
     value_heads = reader.size("linear_num_value_heads")
     value_dim = reader.size("linear_value_head_dim")
@@ -453,13 +450,39 @@ def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
     return ConfigReader(config, reader.file, reader.errors)
 
 
-def sparse_attention(reader: ConfigReader) -> Fields:
-    """Read the longest row on which sparse attention with an indexer is dense.
+def with_sparse_attention(
+    dense: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
+) -> Family:
+    """Return a ``dense`` family with sparse attention instead, for rows that attend to all keys.
 
-    The indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens.
+    An indexer selects ``index_topk`` keys for each token. In a row of at most as many tokens it selects all
+    keys, and the model computes what the dense family does. The indexer is copied into exports and not
+    trained. ``dense_layers`` is the default of `count_dense_layers`, ``defaults`` extend `Family.defaults`,
+    and ``names`` are the fields of `Family` that name the new family.
     """
-    positions = reader.size("max_position_embeddings", LARGEST)
-    return {"max_positions": min(positions, reader.size("index_topk"))}
+
+    def structure(reader: ConfigReader) -> Fields:
+        positions = reader.size("max_position_embeddings", LARGEST)
+        longest_dense_row = min(positions, reader.size("index_topk"))
+        return {
+            **dense.structure(dense_layers_first(reader, dense_layers)),
+            "max_positions": longest_dense_row,
+        }
+
+    def engine_keys(config: Mapping[str, Any]) -> Fields:
+        dense_count = {"first_k_dense_replace": count_dense_layers(config, dense_layers)}
+        return {**dense.engine_keys(config), **dense_count}
+
+    return replace(
+        dense,
+        structure=structure,
+        defaults={**dense.defaults, "index_topk": 2048, **defaults},
+        engine_keys=engine_keys,
+        copied=(".self_attn.indexer.",),
+        engine_family="deepseek_v3",
+        further_model_types=(),
+        **names,  # pyright: ignore[reportArgumentType]
+    )
 
 
 def biased_router() -> Fields:
@@ -517,7 +540,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
-    # Megatron's latent attention has rotary angles of its own, with or without YaRN.
+    # Megatron's latent attention computes rotary angles separately, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0

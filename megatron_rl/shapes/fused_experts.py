@@ -32,7 +32,7 @@ class TensorLocation:
     """Location of a tensor of the model in a checkpoint: a complete stored tensor, or a part of one.
 
     Example: with experts of width 32 the up projection of expert 3 is
-    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with gate and up in turn
+    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with alternating rows of gate and up
     ``TensorLocation("...experts.gate_up_proj", 3, 1, 64, step=2, transposed=True)``.
     """
 
@@ -43,7 +43,7 @@ class TensorLocation:
     begin: int = 0
     """First row of the part."""
     end: int = 0
-    """Row behind the part."""
+    """Row after the part."""
     step: int = 1
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False
@@ -75,8 +75,8 @@ class TensorLocation:
 def transposed_location(name: str, shape: Shape, interleaved: bool = True) -> TensorLocation:
     """Return the location at which one expert's tensor of this ``name`` and ``shape`` is stored.
 
-    A matrix is stored as [experts, in, out]: with the outputs of gate and up in turn if ``interleaved``, as
-    gpt-oss has them, otherwise with those of gate first, as Qwen3-VL-MoE has them.
+    A matrix is stored as [experts, in, out]: with alternating outputs of gate and up if ``interleaved``, as
+    gpt-oss has them, otherwise with all outputs of gate first, as Qwen3-VL-MoE has them.
 
     >>> transposed_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
@@ -129,8 +129,8 @@ def stored_shapes(shapes: Mapping[str, Shape], interleaved: bool = True) -> dict
 def expert_tensors(stored: str, shape: Shape, interleaved: bool = True) -> dict[str, TensorLocation]:
     """Return the tensors of the model in a stored one (`transposed_location`), with the location of each.
 
-    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are no tensor
-    of the model.
+    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are not
+    a tensor of the model.
 
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 32, 64)))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']

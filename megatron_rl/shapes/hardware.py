@@ -57,15 +57,19 @@ class Gpu:
     """Fraction of the peak that large matrix multiplications reach."""
 
     @property
-    def pace(self) -> float:
-        """Return the GEMM efficiency relative to the GPUs on which the other efficiencies were fitted."""
-        # 0.7 is the GEMM efficiency of those GPUs in constants.json.
+    def relative_efficiency(self) -> float:
+        """Return the GEMM efficiency relative to the reference GPUs, on which the constants were fitted."""
+        # 0.7 is the GEMM efficiency of the reference GPUs in constants.json.
         return self.gemm_efficiency / 0.7
 
-    def rate_at(self, precision: str, share: float) -> float:
-        """Return the FLOP/s of GEMMs that reach ``share`` of the peak on the GPUs of the fit."""
-        # No GPU exceeds its peak, whatever its pace.
-        return self.peak(precision) * min(1.0, share * self.pace)
+    def achieved_flops(self, precision: str, reference_efficiency: float) -> float:
+        """Return the FLOP/s that GEMMs reach on this GPU.
+
+        ``reference_efficiency`` is the fraction of the peak that they reach on the reference GPUs, see
+        `relative_efficiency`.
+        """
+        # A product of efficiencies above 1 would exceed the peak.
+        return self.peak(precision) * min(1.0, reference_efficiency * self.relative_efficiency)
 
     def peak(self, precision: str) -> float:
         """Return the dense peak of a precision in FLOP/s."""
@@ -103,13 +107,13 @@ class Constants:
     efficiency: SimpleNamespace
     """Fractions of a peak that kernels and links reach."""
     decode: SimpleNamespace
-    """Decoding, for all engines."""
+    """Constants of decoding that are equal for all engines."""
     engines: Mapping[str, SimpleNamespace]
-    """Decoding, by engine."""
+    """Constants of decoding by engine."""
     weight_sync: SimpleNamespace
-    """Weight transfer."""
+    """Constants of the weight transfer from the actor to the engine."""
     memory: SimpleNamespace
-    """Memory that a plan may use."""
+    """Constants of the memory that a plan may use."""
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""
@@ -203,7 +207,7 @@ def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix
     """Return constants with the values of an override, level by level; ``prefix`` is the path of this level.
 
     New GPUs may be added under ``gpus`` with every field of a packaged one. Raises UserError with the nearest
-    name for any other unknown name, and for a value of another order of magnitude than the packaged one.
+    name for any other unknown name, and for a value whose order of magnitude differs from the packaged one.
     """
     result = dict(base)
     for key, value in override.items():

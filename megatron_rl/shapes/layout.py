@@ -332,7 +332,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error of a number of ranks that is no multiple of a model replica's."""
+    """Return the error for a number of ranks that is not a multiple of the ranks of a model replica."""
     product = layout.model_ranks
     if layout.size % product == 0:
         return []
@@ -436,7 +436,7 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     """Return the number of layers of each stage; None if the middle stages cannot be equal.
 
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
-    explicit sizes of the ends, None for an end that is like the middle stages.
+    explicit sizes of the ends, or None for an end that is like the middle stages.
     """
     middle_stages = stages - (first is not None) - (last is not None)
     middle_layers = total - (first or 0) - (last or 0)
@@ -562,7 +562,8 @@ def trainer_problems(
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
     if not errors:
         errors = _width_problems(shape, layout)
-    errors += _delta_net_problems(shape, layout)
+    for block in (*shape.mixers, *shape.feed_forwards):
+        errors += block.problems(shape, layout, settings or {})
 
     # Pipeline parallelism distributes whole layers.
     try:
@@ -581,61 +582,9 @@ def trainer_problems(
             )
         )
 
-    if shape.mla and (settings or {}).get("apply_rope_fusion"):
-        key = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
-        errors.append(
-            UserError(
-                "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
-                where=key,
-                expected="no value for a model with latent attention, whose tokens bring their own angles",
-                got="true",
-                fix=f"remove {key}",
-            )
-        )
-
-    if shape.expert_bias and layout.expert_tensor > 1:
-        errors.append(
-            UserError(
-                "Megatron does not shard experts with biases over tensor-parallel ranks",
-                where=f"{path}.expert_tensor",
-                expected=f"1: the experts of {shape.name} have biases",
-                got=str(layout.expert_tensor),
-                fix=f"remove {path}.expert_tensor, and use {path}.expert for the other ranks",
-            )
-        )
-
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
         errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
-    return errors
-
-
-def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of training gated delta nets, and attention with a gate on its output."""
-    errors = []
-    if shape.linear_layers and layout.context > 1:
-        errors.append(
-            UserError(
-                "context parallelism is not supported for gated delta nets",
-                where=f"{layout.path}.context",
-                expected=f"1: {shape.name} has {len(shape.linear_layers)} gated delta nets",
-                got=str(layout.context),
-                fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
-            )
-        )
-
-    if shape.output_gate and layout.tensor > shape.kv_heads:
-        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
-        errors.append(
-            UserError(
-                "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
-                where=f"{layout.path}.tensor",
-                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
-                got=str(layout.tensor),
-                fix=f"set {layout.path}.tensor to {_best_tensor(shape, layout.tensor)} and use pipeline or "
-                "data parallelism for the other ranks",
-            )
-        )
     return errors
 
 
@@ -679,7 +628,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
                 where=key,
                 expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
-                fix=f"set {key} to {_best_tensor(shape, layout.tensor)}",
+                fix=f"set {key} to {shape.best_tensor(layout.tensor)}",
             )
         )
 
@@ -694,7 +643,7 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
     tensor = layout.tensor
     context = layout.context
     tensor_key = f"{layout.path}.tensor"
-    tensor_fix = f"set {tensor_key} to {_best_tensor(shape, tensor)}{advice}"
+    tensor_fix = f"set {tensor_key} to {shape.best_tensor(tensor)}{advice}"
 
     if shape.heads % tensor:
         return [_indivisible(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
@@ -711,9 +660,10 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
             )
         ]
 
-    if shape.linear_layers and shape.linear_k_heads % tensor:
-        noun = "key heads of gated delta nets"
-        return [_indivisible(shape.linear_k_heads, noun, tensor, tensor_key, tensor_fix)]
+    for mixer in shape.mixers:
+        for noun, heads in mixer.further_heads(shape).items():
+            if heads % tensor:
+                return [_indivisible(heads, noun, tensor, tensor_key, tensor_fix)]
 
     # With fewer key-value heads than ranks, equally many ranks must share each head.
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
@@ -722,20 +672,11 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
 
 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return an error for each MLP width that its tensor-parallel size does not divide."""
+    """Return an error for each width of a feed-forward that its tensor-parallel size does not divide."""
     # A width of 0 is divisible by every size.
-    dense_width = 0
-    if shape.moe_layers < shape.layers:
-        dense_width = shape.mlp_width
-    expert_width = 0
-    if shape.experts:
-        expert_width = shape.expert_width
-
-    widths = [
-        ("MLP width", dense_width, "tensor"),
-        ("shared experts' width", shape.shared_width, "tensor"),
-        ("experts' width", expert_width, "expert_tensor"),
-    ]
+    widths: list[tuple[str, int, str]] = []
+    for feed_forward in shape.feed_forwards:
+        widths += feed_forward.tensor_widths(shape)
 
     return [
         _indivisible(
@@ -755,9 +696,3 @@ def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserEr
         got=str(size),
         fix=fix,
     )
-
-
-def _best_tensor(shape: ModelShape, tensor: int) -> int:
-    """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
-    common = math.gcd(shape.heads, shape.kv_heads, shape.mlp_width, shape.linear_k_heads)
-    return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

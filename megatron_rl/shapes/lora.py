@@ -71,7 +71,7 @@ class AdaptedModel(PretrainedModel):
     targets: tuple[str, ...] = ()
     """Megatron's linear layers with an adapter, of `TARGETS`."""
     base: str | None = None
-    """Checksum of the base weights; None for unknown ones."""
+    """Checksum of the base weights, or None if it is unknown."""
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer's adapters."""
@@ -207,14 +207,16 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Return whether routed experts have adapters, each its own."""
+    """Return whether every routed expert has an adapter."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
 def _refusal(shape: ModelShape, target: str) -> str | None:
     """Return the reason why a layer of this model cannot have an adapter; None if it can."""
-    if target == "linear_qkv" and shape.mla:
-        return "latent attention has no such layer: it projects through latents"
+    for mixer in shape.mixers:
+        reason = mixer.adapter_refusal(target)
+        if reason is not None:
+            return reason
     return None
 
 
@@ -271,7 +273,7 @@ class _ShardCounts(NamedTuple):
 def _adapter_parameters(
     shape: ModelShape, shards: _ShardCounts, layers: tuple[int, ...], lora: Lora
 ) -> tuple[int, int]:
-    """Return `adapter_parameter_count`, which the planner computes again for every candidate."""
+    """Compute `adapter_parameter_count`; cached, since the planner requests it for every candidate."""
     weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
     return _local_elements(weights, shards)
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_rl.shapes import delta_net_sizes
+from megatron_rl.shapes.blocks.block import Block, LocalLayer
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
-from megatron_rl.shapes.model import LayerKind, ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 RUNTIME_BYTES = 5 * 2**30
 """Bytes of a GPU that CUDA, NCCL and allocator fragmentation occupy."""
@@ -30,11 +30,9 @@ NETWORK_PEERS_BYTES = 128 * 2**20
 These peers share a pool for each direction: 32 channels of 16 steps of 128 KiB (NCCL, src/transport/net.cc).
 """
 LOGITS_ELEMENTS = 2**25
-"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
+"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, for a vocabulary of any size."""
 TILE_TOKENS = 4096
 """Largest number of tokens whose logits the backward pass of a half-precision model has at once."""
-ROUTED_COPIES = 5
-"""Copies of routed tokens that our own layers hold at once: before, in and after the experts."""
 
 
 def stage_parameters(
@@ -45,11 +43,11 @@ def stage_parameters(
     A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
     replicated, as in Transformer Engine; Megatron's own layers shard them.
     """
-    # Layers of one kind have equally many parameters.
+    # Layers with equal blocks have equally many parameters.
     dense = 0
     experts = 0
-    for kind, count in shape.kinds_of(layers).items():
-        sharded, replicated, routed = shape.kind_parameters(kind)
+    for block, count in shape.count_blocks(layers).items():
+        sharded, replicated, routed = shape.block_parameters(block)
         dense += count * (sharded // layout.tensor + replicated)
         experts += count * routed // (layout.expert * layout.expert_tensor)
 
@@ -90,7 +88,7 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
 @lru_cache(maxsize=4096)
 def saved_activation_bytes(
     shape: ModelShape,
-    kind: LayerKind,
+    block: Block,
     tensor: int,
     expert_tensor: int,
     token_shards: int,
@@ -109,220 +107,52 @@ def saved_activation_bytes(
     if recompute == "full":
         return shape.hidden / token_shards * dtype_bytes
 
-    if fused:
-        layer = _FusedLayer(shape, tensor, token_shards)
-    else:
-        layer = _OwnLayer(shape, tensor, token_shards, dtype_bytes)
-
-    elements = layer.norms()
-    if kind.linear:
-        # `selective` recomputes the core of attention, which a delta net does not have.
-        elements += delta_net_sizes.saved_elements(shape, tensor, dtype_bytes, fused=fused)
-    else:
-        elements += layer.attention(recompute)
-    if kind.experts:
-        # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
-        experts = shape.experts_per_token / token_shards
-        elements += layer.mlp(shape.shared_width / tensor) + layer.routed(shape.expert_width) * experts
-        elements += experts * expert_tensor * shape.hidden + layer.router() / token_shards
-    else:
-        elements += layer.mlp(shape.mlp_width / tensor)
+    layer = LocalLayer(shape, tensor, expert_tensor, token_shards, dtype_bytes, fused, recompute)
+    elements = _saved_by_norms(layer)
+    elements += block.mixer.saved_elements(layer)
+    elements += block.feed_forward.saved_elements(layer)
     return elements * dtype_bytes
 
 
-@dataclass(frozen=True)
-class _FusedLayer:
-    """Elements per token that a layer of Transformer Engine saves for the backward pass."""
-
-    shape: ModelShape
-    tensor: int
-    """Tensor-parallel size."""
-    token_shards: int
-    """`ParallelLayout.token_shards`."""
-
-    def norms(self) -> float:
-        """Count the elements of each norm's input and output, which is the next projection's input."""
+def _saved_by_norms(layer: LocalLayer) -> float:
+    """Count the elements that the norms of a layer save, per token on a rank, with their inputs."""
+    shape = layer.shape
+    if layer.fused:
+        # Input and output of each norm: the output is the next projection's input.
         tensors = 4
-        if self.shape.pre_norms and self.shape.post_norms:
+        if shape.pre_norms and shape.post_norms:
             tensors = 6
-        return tensors * self.shape.hidden / self.token_shards
+        return tensors * shape.hidden / layer.token_shards
 
-    def attention(self, recompute: str) -> float:
-        """Count the elements of queries, keys, values and the output, for any ``recompute`` but full."""
-        shape = self.shape
-        heads = shape.heads / self.tensor
-        if shape.mla:
-            core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
-            return core + 2 * (shape.q_lora + shape.kv_lora) / self.token_shards
-
-        if shape.sinks:
-            # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors,
-            # and its kernels take multiples of 8.
-            return heads * (4 * (shape.head_dim + 8) + shape.head_dim)
-
-        groups = shape.kv_heads / self.tensor
-        # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
-        queries = 2 + shape.qk_norm
-        if shape.output_gate:
-            queries += 1
-        return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
-
-    def mlp(self, width: float) -> float:
-        """Count the elements of gate, up and their product."""
-        if not self.shape.gated:
-            # Without a gate: the activation's input and output.
-            return 2 * width
-        return 3 * width
-
-    def routed(self, width: float) -> float:
-        """Count the elements of one routed expert, which saves as much as a dense MLP.
-
-        Experts with biases compute as `_OwnLayer`'s do, without a fused activation.
-        """
-        if self.shape.expert_bias:
-            return 8 * width
-        return self.mlp(width)
-
-    def router(self) -> float:
-        """Count the elements of the logits and probabilities of all experts."""
-        return 2.0 * self.shape.experts
+    # Without a norm before it, a projection saves the residual stream.
+    elements = 2.0 * shape.hidden
+    if shape.pre_norms:
+        elements = 2 * layer.plain_norm(shape.hidden)
+    if shape.post_norms:
+        elements += 2 * layer.plain_norm(shape.hidden, output=False)
+    return elements / layer.token_shards
 
 
-@dataclass(frozen=True)
-class _OwnLayer:
-    """Elements per token that Megatron's plain layers save, with this package's norm and attention.
-
-    Nothing is fused but the core of attention, which sees complete heads: keys and values are repeated.
-    An element has ``dtype_bytes`` bytes; float32 tensors count as 4 / ``dtype_bytes`` elements.
-    """
-
-    shape: ModelShape
-    tensor: int
-    """Tensor-parallel size."""
-    token_shards: int
-    """`ParallelLayout.token_shards`."""
-    dtype_bytes: int
-    """Bytes of an element of the model's dtype."""
-
-    def _norm(self, width: float, output: bool = True) -> float:
-        """Count a norm's elements: float32 input, normalised values, output if a later layer saves it."""
-        float32 = 4 / self.dtype_bytes
-        # Sandwich norms store their weight minus 1, and multiply by it in float32.
-        normalised = 1.0
-        if self.shape.pre_norms and self.shape.post_norms:
-            normalised = float32
-        return width * (float32 + normalised + output)
-
-    def norms(self) -> float:
-        """Count the elements of the norms before and after attention and MLP, and of their inputs."""
-        # Without a norm before it, a projection saves the residual stream.
-        elements = 2.0 * self.shape.hidden
-        if self.shape.pre_norms:
-            elements = 2 * self._norm(self.shape.hidden)
-        if self.shape.post_norms:
-            elements += 2 * self._norm(self.shape.hidden, output=False)
-        return elements / self.token_shards
-
-    def attention(self, recompute: str) -> float:
-        """Count the elements of projections, core and output; ``selective`` recomputes the core.
-
-        The core is everything between the projections: softmax(Q K^T) V.
-        """
-        shape = self.shape
-        heads = shape.heads / self.tensor
-        groups = shape.kv_heads / self.tensor
-        output = heads * shape.value_dim
-
-        # Counted per query head, since keys and values are repeated. The last term is one float32 number.
-        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * 4 / self.dtype_bytes
-        if shape.sinks:
-            # One more dimension of queries, keys, values and output.
-            core += 4 * heads
-
-        if shape.mla:
-            if recompute == "selective":
-                # The core's inputs alone: queries, keys and values.
-                core = heads * (2 * shape.qk_dim + shape.v_head_dim)
-            latent_norms = self._norm(shape.q_lora + shape.kv_lora) / self.token_shards
-            return core + output + 4 * shape.qk_rope + latent_norms
-
-        projection = shape.head_dim * (heads + 2 * groups)
-        norms = 0.0
-        if shape.qk_norm:
-            norms = self._norm((heads + groups) * shape.head_dim, output=False)
-        if shape.whole_qk_norm:
-            # Inputs and normalised values in float32.
-            norms = 2 * (heads + groups) * shape.head_dim * 4 / self.dtype_bytes
-
-        # In float32, keys are saved as a view of the complete projection, and queries too if they are
-        # contiguous.
-        saves_views = shape.qk_norm and self.dtype_bytes == 4
-        if saves_views:
-            viewed_heads = groups
-            if groups > 1:
-                viewed_heads += heads
-            norms += shape.head_dim * viewed_heads
-        if recompute == "selective":
-            core = shape.head_dim * (heads + groups)
-            if not saves_views:
-                core += projection
-        return core + output + 4 * shape.head_dim + norms
-
-    def mlp(self, width: float) -> float:
-        """Count the elements of gate and up together, the activation, up once more, and their product."""
-        return 5 * width
-
-    def routed(self, width: float) -> float:
-        """Count the elements of one routed expert: an MLP, and its product times the router's weight.
-
-        The activation of experts with biases saves its bounded input and its sigmoid, too.
-        """
-        if self.shape.expert_bias:
-            return 8 * width
-        return 6 * width
-
-    def router(self) -> float:
-        """Count the elements of all experts' logits and probabilities, and the selected ones' in float32."""
-        selected = 5 * self.shape.experts_per_token * 4 / self.dtype_bytes
-        return self.shape.experts * (1 + 1 / self.dtype_bytes) + selected
-
-    def forward(self, kind: LayerKind) -> float:
-        """Count the elements of the largest set of tensors alive at once in a forward pass without gradients.
-
-        Attention holds its projections, and copies of them with the tokens of a sequence together. An MLP
-        holds gate and up, the activation, up plus its offset, and their product. Experts hold the routed
-        tokens: sorted, exchanged, sorted by expert, multiplied, and combined.
-        """
-        shape = self.shape
-        heads = shape.heads / self.tensor
-        groups = shape.kv_heads / self.tensor
-
-        if kind.linear:
-            attention = delta_net_sizes.saved_elements(shape, self.tensor, self.dtype_bytes, fused=False)
-        elif shape.mla:
-            attention = heads * (4 * shape.qk_dim + 3 * shape.v_head_dim)
-        else:
-            attention = shape.head_dim * (7 * heads + 3 * groups)
-
-        mlp = 5 * shape.mlp_width / self.tensor
-        if kind.experts:
-            mlp = ROUTED_COPIES * shape.experts_per_token * shape.hidden / self.token_shards
-
-        # Hidden states exist in addition to either; sequence parallelism gathers them before a projection.
-        hidden = 4 * shape.hidden / self.token_shards
-        if kind.experts and shape.shared_width:
-            hidden += shape.hidden / self.token_shards
-        gathered = 0
-        if self.token_shards > 1:
-            gathered = shape.hidden
-        return hidden + gathered + max(attention, mlp)
+def _live_elements(block: Block, layer: LocalLayer) -> float:
+    """Count the elements per token alive at once in a plain layer's forward pass without gradients."""
+    # Hidden states exist in addition to either half; sequence parallelism gathers them before a projection.
+    hidden = layer.shape.hidden
+    hidden_states = block.feed_forward.live_hidden_states(layer.shape) * hidden / layer.token_shards
+    gathered = 0
+    if layer.token_shards > 1:
+        gathered = hidden
+    return (
+        hidden_states
+        + gathered
+        + max(block.mixer.live_elements(layer), block.feed_forward.live_elements(layer))
+    )
 
 
 def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations a stage holds at once, in stages' worth of layers.
+    """Return the number of micro-batches whose activations a pipeline stage stores at once.
 
-    1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) + (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et
-    al. 2021, section 2.2).
+    A fraction stands for some of the stage's layers. 1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) +
+    (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
     """
     stages = layout.pipeline
     virtual = layout.virtual_pipeline
@@ -343,14 +173,23 @@ class Layers:
     recompute: str = "none"
     """Activation recomputation: ``none``, ``selective`` or ``full``."""
 
-    def saved_bytes(
-        self, shape: ModelShape, layout: ParallelLayout, kind: LayerKind, recompute: str
-    ) -> float:
+    def saved_bytes(self, shape: ModelShape, layout: ParallelLayout, block: Block, recompute: str) -> float:
         """Return `saved_activation_bytes` of these layers in a layout."""
         return saved_activation_bytes(
-            shape, kind, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
+            shape, block, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
             self.dtype_bytes, self.fused,
         )  # fmt: skip
+
+    def local_layer(self, shape: ModelShape, layout: ParallelLayout) -> LocalLayer:
+        """Return one layer on a rank of a layout."""
+        return LocalLayer(
+            shape,
+            layout.tensor,
+            layout.expert_tensor,
+            layout.token_shards,
+            self.dtype_bytes,
+            self.fused,
+        )
 
 
 def activation_bytes(
@@ -366,33 +205,28 @@ def activation_bytes(
     ``tokens`` is the size of a micro-batch, ``microbatches_in_flight`` comes from `in_flight`. With ``full``
     recomputation the activations of one layer at a time exist in addition to the saved inputs.
     """
-    counts = shape.kinds_of(layers)
+    counts = shape.count_blocks(layers)
     local_tokens = tokens / layout.context
     recompute = implementation.recompute
 
     # Saved once for every micro-batch in flight.
     saved = sum(
-        count * implementation.saved_bytes(shape, layout, kind, recompute) for kind, count in counts.items()
+        count * implementation.saved_bytes(shape, layout, block, recompute) for block, count in counts.items()
     )
 
     # The backward pass recomputes one layer at a time: count the largest.
     recomputed = 0.0
     if recompute == "full":
         recomputed = max(
-            (implementation.saved_bytes(shape, layout, kind, "none") for kind in counts), default=0.0
+            (implementation.saved_bytes(shape, layout, block, "none") for block in counts), default=0.0
         )
 
-    routed = 0.0
-    if any(kind.experts for kind in counts):
-        # Temporary copies of routed tokens, besides the saved one; in fused layers, the gradients of two.
-        copies = ROUTED_COPIES - 1
-        if implementation.fused:
-            copies = 2
-        routed = (
-            copies * shape.experts_per_token * shape.hidden / layout.token_shards * implementation.dtype_bytes
-        )
+    # Tensors of the layer that is being computed.
+    layer = implementation.local_layer(shape, layout)
+    temporary = max((block.feed_forward.temporary_elements(layer) for block in counts), default=0.0)
+    temporary *= implementation.dtype_bytes
 
-    return local_tokens * (saved * microbatches_in_flight + recomputed + routed)
+    return local_tokens * (saved * microbatches_in_flight + recomputed + temporary)
 
 
 def forward_bytes(
@@ -400,23 +234,25 @@ def forward_bytes(
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
-    For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
+    For fused layers the saved activations of two layers are an upper bound; plain layers are counted exactly.
     """
-    counts = shape.kinds_of(layers)
+    counts = shape.count_blocks(layers)
 
     # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
         live = 2 * max(
-            (implementation.saved_bytes(shape, layout, kind, "none") for kind in counts), default=0.0
+            (implementation.saved_bytes(shape, layout, block, "none") for block in counts), default=0.0
         )
     else:
-        layer = _OwnLayer(shape, layout.tensor, layout.token_shards, implementation.dtype_bytes)
-        live = implementation.dtype_bytes * max(map(layer.forward, counts), default=0.0)
+        layer = implementation.local_layer(shape, layout)
+        live = implementation.dtype_bytes * max(
+            (_live_elements(block, layer) for block in counts), default=0.0
+        )
     return live * tokens / layout.context
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of logits: two float32 copies of one chunk, since they are computed chunk by chunk."""
+    """Return the bytes of logits, which are computed chunk by chunk: two float32 copies of one chunk."""
     if shape.scalar_head:
         return 0.0
     shard = shape.padded_vocab(layout.tensor) // layout.tensor
@@ -470,7 +306,7 @@ class TrainingMemory:
     activations: float
     logits: float
     overhead: float = 0.0
-    """Anything else, as `RUNTIME_BYTES`."""
+    """Memory outside of tensors: CUDA, NCCL's buffers and fragmentation, such as `RUNTIME_BYTES`."""
 
     @property
     def states(self) -> float:
@@ -560,9 +396,16 @@ def scoring_memory(
     )
 
 
-def representative_stages(count: int) -> list[int]:
-    """Return the stages that can have the largest memory: the first, one middle stage, and the last."""
-    return sorted({0, min(1, count - 1), count - 1})
+def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
+    """Return the stages that can have the largest memory; ``stages`` has the layers of each stage.
+
+    Of stages with equal layers only the earliest: it has the most micro-batches in flight, or the embedding.
+    The last stage has the output layer.
+    """
+    earliest: dict[frozenset[tuple[Block, int]], int] = {}
+    for stage, layers in enumerate(stages):
+        earliest.setdefault(frozenset(shape.count_blocks(layers).items()), stage)
+    return sorted({*earliest.values(), len(stages) - 1})
 
 
 def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
@@ -571,6 +414,6 @@ def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, 
     last = len(stages) - 1
     parameters = [
         stage_parameters(shape, layout, stages[stage], stage == 0, stage == last)
-        for stage in representative_stages(len(stages))
+        for stage in representative_stages(shape, stages)
     ]
     return max(parameters, key=sum)

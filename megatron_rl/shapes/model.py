@@ -1,30 +1,28 @@
 """The sizes of a model, and the quantities that follow from them: parameters, FLOPs and KV cache.
 
-All counts are sums over the parameters of `layer_weights`, so that no quantity has a formula of its own to
-drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv 2104.04473).
+All counts are sums over the blocks of the layers and over their parameters, so that no separate formula can
+drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv
+2104.04473).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
+from megatron_rl.shapes.blocks.attention import Attention
+from megatron_rl.shapes.blocks.block import Block, FeedForward, Mixer
+from megatron_rl.shapes.blocks.experts import Experts
+from megatron_rl.shapes.blocks.gated_delta_net import GatedDeltaNet
+from megatron_rl.shapes.blocks.latent_attention import LatentAttention
+from megatron_rl.shapes.blocks.mlp import Mlp
 from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by the dtypes of a configuration."""
-
-
-class LayerKind(NamedTuple):
-    """Structure of a layer; layers of one kind have the same parameters."""
-
-    linear: bool
-    """A gated delta net instead of softmax attention."""
-    experts: bool
-    """Routed experts instead of a dense MLP."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ModelShape:
     mlp_bias: bool = False
     """The matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised, per head or over all heads."""
+    """Queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
     """The norms of queries and keys are over all heads together."""
     learned_positions: int = 0
@@ -106,7 +104,7 @@ class ModelShape:
     v_head_dim: int = 0
     """Size of a latent head's value."""
     sinks: bool = False
-    """Each query head has a learnt logit in the softmax, whose weight no value gets (attention sinks)."""
+    """Attention sinks: each query head has a learned logit in the softmax that belongs to no key."""
     output_gate: bool = False
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
@@ -116,9 +114,9 @@ class ModelShape:
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0
-    """Key heads of a delta net times their size."""
+    """Width of a delta net's keys: key heads times the size of one."""
     linear_v: int = 0
-    """Value heads of a delta net times their size."""
+    """Width of a delta net's values: value heads times the size of one."""
     linear_v_heads: int = 0
     """Value heads of a delta net."""
     linear_v_head_dim: int = 0
@@ -129,6 +127,8 @@ class ModelShape:
     """Tokens that a layer of ``sliding_layers`` attends to."""
     sliding_layers: tuple[int, ...] = ()
     """Layers that attend to a sliding window."""
+    blocks: tuple[Block, ...] = ()
+    """Block of each layer, for a model with blocks that the fields above do not describe; otherwise empty."""
 
     @property
     def mla(self) -> bool:
@@ -139,6 +139,12 @@ class ModelShape:
     def plain_layers(self) -> bool:
         """Return whether the model needs Megatron's own layers: Transformer Engine has no post-norms."""
         return self.post_norms
+
+    @property
+    def config_class(self) -> str:
+        """Return the name of Megatron's configuration class for the model."""
+        names = {mixer.config_class for mixer in self.mixers}
+        return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
 
     @property
     def qk_dim(self) -> int:
@@ -160,20 +166,13 @@ class ModelShape:
         return self.linear_qk // max(1, self.linear_k_heads)
 
     @property
-    def attention_layers(self) -> int:
-        """Return the number of layers with softmax attention."""
-        return self.layers - len(self.linear_layers)
-
-    @property
     def moe_layers(self) -> int:
         """Return the number of layers with routed experts."""
-        if not self.experts:
-            return 0
-        return self.layers - len(self.dense_layers)
+        return sum(count for block, count in self._block_counts.items() if block.feed_forward.routed)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has routed experts."""
-        return self.experts > 0 and layer not in self.dense_layers
+        return self.block(layer).feed_forward.routed
 
     def with_scalar_head(self) -> ModelShape:
         """Return the shape of the same model with a scalar head."""
@@ -183,53 +182,92 @@ class ModelShape:
         """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
 
+    def best_tensor(self, limit: int) -> int:
+        """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
+        further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
+        common = math.gcd(self.heads, self.kv_heads, self.mlp_width, *further_heads)
+        return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
+
+    # Blocks: the rest of this class sums over them.
+
+    def block(self, layer: int) -> Block:
+        """Return the mixer and the feed-forward of a layer."""
+        return self._blocks[layer]
+
+    @cached_property
+    def mixers(self) -> Counter[Mixer]:
+        """The number of layers of each mixer, in the order of the layers."""
+        return Counter(block.mixer for block in self._blocks)
+
+    @cached_property
+    def feed_forwards(self) -> Counter[FeedForward]:
+        """The number of layers of each feed-forward, in the order of the layers."""
+        return Counter(block.feed_forward for block in self._blocks)
+
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
-        return self._weights[self._kinds[layer]]
+        return self._weights[self._blocks[layer]]
 
-    def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        """Count the kinds of some layers; the result is shared and must not be changed."""
+    def count_blocks(self, layers: Iterable[int]) -> Counter[Block]:
+        """Count the blocks of some layers; the result is shared and must not be changed."""
         # The planner counts the same few stages in thousands of layouts.
         key = tuple(layers)
-        if key not in self._counted_kinds:
-            self._counted_kinds[key] = Counter(self._kinds[layer] for layer in key)
-        return self._counted_kinds[key]
+        if key not in self._counted_blocks:
+            self._counted_blocks[key] = Counter(self._blocks[layer] for layer in key)
+        return self._counted_blocks[key]
 
-    def kind_parameters(self, kind: LayerKind) -> tuple[int, int, int]:
+    def block_parameters(self, block: Block) -> tuple[int, int, int]:
         """Return the parameters of a layer: tensor-sharded, replicated, and of all its routed experts."""
-        return self._kind_parameters[kind]
-
-    # Layers of one kind are counted once: the planner evaluates many layouts of one model.
+        return self._block_parameters[block]
 
     @cached_property
-    def _kinds(self) -> list[LayerKind]:
-        """The kind of each layer."""
-        return [
-            LayerKind(layer in self.linear_layers, self.has_experts(layer)) for layer in range(self.layers)
-        ]
+    def _blocks(self) -> tuple[Block, ...]:
+        """The block of each layer."""
+        if self.blocks:
+            assert len(self.blocks) == self.layers, "a block for each layer"
+            return self.blocks
+
+        # One object per kind of layer.
+        attention: Mixer = Attention()
+        if self.mla:
+            attention = LatentAttention()
+        delta_net = GatedDeltaNet()
+        mlp = Mlp()
+        experts = Experts()
+        linear_layers = set(self.linear_layers)
+        dense_layers = set(self.dense_layers)
+
+        blocks = []
+        for layer in range(self.layers):
+            mixer = attention
+            if layer in linear_layers:
+                mixer = delta_net
+            feed_forward: FeedForward = mlp
+            if self.experts and layer not in dense_layers:
+                feed_forward = experts
+            blocks.append(Block(mixer, feed_forward))
+        return tuple(blocks)
+
+    # Layers with equal blocks are counted once: the planner evaluates many layouts of one model.
 
     @cached_property
-    def _counted_kinds(self) -> dict[tuple[int, ...], Counter[LayerKind]]:
-        """Layers -> the number of layers of each kind among them, as far as they were counted."""
+    def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
+        """Layers -> the number of layers of each block among them, as far as they were counted."""
         return {}
 
     @cached_property
-    def _layer_kinds(self) -> Counter[LayerKind]:
-        """The number of layers of each kind."""
-        return Counter(self._kinds)
+    def _block_counts(self) -> Counter[Block]:
+        """The number of layers of each block."""
+        return Counter(self._blocks)
 
     @cached_property
-    def _weights(self) -> dict[LayerKind, tuple[Weight, ...]]:
-        """The parameters of a layer by kind."""
-        result = {}
-        for linear in (False, True):
-            for experts in (False, True):
-                result[LayerKind(linear, experts)] = layer_weights(self, linear, experts)
-        return result
+    def _weights(self) -> dict[Block, tuple[Weight, ...]]:
+        """The parameters of a layer by block."""
+        return {block: layer_weights(self, block) for block in self._block_counts}
 
     @cached_property
-    def _kind_parameters(self) -> dict[LayerKind, tuple[int, int, int]]:
-        """`kind_parameters` by kind."""
+    def _block_parameters(self) -> dict[Block, tuple[int, int, int]]:
+        """`block_parameters` by block."""
 
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
@@ -239,7 +277,7 @@ class ModelShape:
             replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
             return sum(weight.elements for weight in dense) - replicated, replicated, experts
 
-        return {kind: count(weights) for kind, weights in self._weights.items()}
+        return {block: count(weights) for block, weights in self._weights.items()}
 
     def _count_elements(self, expert: bool, *cuts: EngineCut) -> int:
         """Count the elements of all layers, in one routed expert of each or outside of experts.
@@ -248,8 +286,8 @@ class ModelShape:
         """
         return sum(
             count * source.elements
-            for kind, count in self._layer_kinds.items()
-            for weight in self._weights[kind]
+            for block, count in self._block_counts.items()
+            for weight in self._weights[block]
             if weight.expert == expert
             for source in weight.sources
             if not cuts or source.engine in cuts
@@ -281,9 +319,13 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Count the parameters of one routed expert."""
-        # Layers with delta nets have the same experts, so one kind of layer is enough.
-        return sum(weight.elements for weight in self._weights[LayerKind(False, True)] if weight.expert)
+        """Count the parameters of one routed expert, 0 without experts."""
+        for weights in self._weights.values():
+            parameters = sum(weight.elements for weight in weights if weight.expert)
+            # All layers with experts have the same ones.
+            if parameters:
+                return parameters
+        return 0
 
     @cached_property
     def routed_expert_parameters(self) -> int:
@@ -297,7 +339,7 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> int:
-        """Count the parameters of all key-value heads, which an engine replicates over surplus ranks."""
+        """Count the parameters of all key-value heads, which an engine of more ranks replicates."""
         return self._count_elements(False, "heads")
 
     @cached_property
@@ -326,8 +368,8 @@ class ModelShape:
     def tensors(self) -> int:
         """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
         layers = 0
-        for kind, count in self._layer_kinds.items():
-            for weight in self._weights[kind]:
+        for block, count in self._block_counts.items():
+            for weight in self._weights[block]:
                 copies = 1
                 if weight.expert:
                     copies = self.experts
@@ -337,24 +379,30 @@ class ModelShape:
         return layers + 1 + self._norm_tensors + (not self.tied) + (self.learned_positions > 0)
 
     def attention_flops(self, context: float) -> float:
-        """Return the forward FLOPs of one token's attention in all layers at a mean context length.
+        """Return the forward FLOPs of one token's mixers in all layers at a mean context length.
 
         ``context`` is the number of keys that the token attends to: s for the full convention, s/2 for a
-        causal mask. The products of scores and values cost 2 (d_qk + d_v) per key and head; gated delta nets
-        cost a constant per token.
+        causal mask. The products of projections are not counted.
         """
-        # Two FLOPs per element of a query times a key, and of a probability times a value.
-        per_key = 2 * self.heads * (self.qk_dim + self.value_dim)
+        total = 0.0
+        for count, sliding, per_key, per_token in self._mixer_flops:
+            # A layer with a sliding window attends to no more keys than the window has.
+            window: float = 0
+            if sliding:
+                window = min(context, self.sliding_window)
 
-        # A layer with a sliding window attends to no more keys than the window has.
-        sliding = len(self.sliding_layers)
-        window: float = 0
-        if sliding:
-            window = min(context, self.sliding_window)
+            keys = (count - sliding) * context + sliding * window
+            total += per_key * keys + count * per_token
+        return total
 
-        # A delta net reads, updates and reads again a state of key size x value size: three products.
-        linear = len(self.linear_layers) * 6.0 * self.linear_qk * self.linear_v_head_dim
-        return per_key * ((self.attention_layers - sliding) * context + sliding * window) + linear
+    @cached_property
+    def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
+        """Per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
+        sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
+        return [
+            (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
+            for mixer, count in self.mixers.items()
+        ]
 
     @cached_property
     def layer_flops(self) -> float:
@@ -372,20 +420,19 @@ class ModelShape:
 
     @cached_property
     def kv_elements(self) -> int:
-        """Count the KV cache's elements per token: 2 L kv d, or (c_kv + rope) L for latent attention."""
-        # All heads share one latent and one rotary key.
-        if self.mla:
-            return self.attention_layers * (self.kv_lora + self.qk_rope)
-
-        # Delta nets have a state per row, and nothing per token.
-        return self.attention_layers * 2 * self.kv_heads * self.head_dim
+        """Count the cache's elements per token of a row, in all layers."""
+        return sum(count * mixer.cache_elements(self) for mixer, count in self.mixers.items())
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the KV cache's bytes per token on one of ``tensor`` ranks.
+        """Return the cache's bytes per token of a row on one of ``tensor`` ranks."""
+        return sum(
+            count * mixer.cache_elements(self) * bytes_per_element / mixer.cache_shards(self, tensor)
+            for mixer, count in self.mixers.items()
+        )
 
-        Key-value heads divide over ranks until each has one; a latent cache has no heads to divide by.
-        """
-        shards = 1
-        if not self.mla:
-            shards = min(tensor, self.kv_heads)
-        return self.kv_elements * bytes_per_element / shards
+    def state_bytes_per_row(self, tensor: int, bytes_per_element: float = 2.0) -> float:
+        """Return the cache's bytes per row on one of ``tensor`` ranks, for states of any row length."""
+        return sum(
+            count * mixer.state_bytes(self, bytes_per_element) / tensor
+            for mixer, count in self.mixers.items()
+        )

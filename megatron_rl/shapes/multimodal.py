@@ -1,7 +1,7 @@
 """The language model inside a multimodal checkpoint: its config.json, and the names of its tensors.
 
 A multimodal checkpoint nests the config.json of its language model and puts a prefix before the names of its
-tensors. Everything that trains or samples reads the language model as if it were a checkpoint of its own;
+tensors. Everything that trains or samples reads the language model as if it were a separate checkpoint;
 tensors of other parts, such as the vision tower, are copied unchanged into exports.
 """
 
@@ -21,12 +21,12 @@ _INHERITED = (
 )  # fmt: skip
 """Keys outside ``text_config`` in a multimodal config.json that apply to the language model as well."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-"""Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a checkpoint of its own."""
+"""Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a separate one."""
 _CARRIED = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "mtp.",
 )  # fmt: skip
-"""First parts of the names of tensors that are not the language model's, after ``model.`` or not.
+"""Prefixes, with or without ``model.``, of the names of tensors outside of the language model.
 
 Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 """
@@ -47,7 +47,7 @@ class Multimodal:
     language_models: Mapping[str, str]
     """``model_type`` of its ``text_config`` -> that of the family in the table."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the language model's config.json that its class has, whatever the file contains."""
+    """Values of the language model's config.json that its class sets over those of the file."""
     transposed_experts: bool = False
     """Exports have a layer's experts in one tensor, [experts, in, out], as it is published."""
 
@@ -98,7 +98,7 @@ MULTIMODAL: dict[str, Multimodal] = {kind.architecture: kind for kind in _KINDS}
 def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
     """Return the kind of multimodal model of a config.json, by its ``architectures`` or its ``model_type``.
 
-    None for any other model, also for one whose language model is not in the table of families.
+    Returns None for any other model, also for one whose language model is not in the table of families.
     """
     architectures = config.get("architectures")
     for kind in _KINDS:
@@ -180,7 +180,7 @@ def tensor_locations(
     """Return the location of each tensor of the language model in a multimodal checkpoint.
 
     ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
-    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in one
+    the names in a checkpoint of only the language model; tensors of other parts are omitted. Experts in one
     stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
     is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
     transformers.
@@ -222,14 +222,14 @@ def tensor_locations(
 
 
 def language_name(stored: str) -> str:
-    """Return the name of a stored tensor in a checkpoint of the language model alone.
+    """Return the name that a stored tensor has in a checkpoint with only the language model.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
     """
-    for prefix, own_prefix in _PREFIXES.items():
+    for prefix, language_prefix in _PREFIXES.items():
         if stored.startswith(prefix):
-            return own_prefix + stored.removeprefix(prefix)
+            return language_prefix + stored.removeprefix(prefix)
     return stored
 
 

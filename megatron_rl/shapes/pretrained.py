@@ -55,7 +55,7 @@ class CheckpointTensor:
     name: str
     """Complete name in the checkpoint."""
     source: Source
-    """Its entry in `layer_weights`."""
+    """The tensor's entry in `layer_weights`."""
     expert: int | None = None
     """Index of the routed expert in its layer; None outside of routed experts."""
 
@@ -65,17 +65,17 @@ class PretrainedModel:
     """Model of a config.json."""
 
     family: Family
-    """Table entry of its family."""
+    """Table entry of the model's family."""
     shape: ModelShape
     """Sizes."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
     multimodal: Multimodal | None = None
-    """Kind of the multimodal checkpoint whose language model it is, if it is one."""
+    """Kind of the multimodal checkpoint that contains this language model; None for a plain checkpoint."""
 
     @property
     def is_multimodal(self) -> bool:
-        """Return whether it is the language model of a multimodal checkpoint."""
+        """Return whether this is the language model of a multimodal checkpoint."""
         return self.multimodal is not None
 
     @property
@@ -339,8 +339,8 @@ def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of the model that generation engines build: `transformers_config` in general.
 
-    A family with sparse attention has that of its dense `Family.engine_family`, since vLLM has sparse
-    attention on some accelerators alone.
+    For a family with sparse attention this is the config.json of its dense `Family.engine_family`, since
+    vLLM has sparse attention only on some accelerators.
     """
     config = transformers_config(config)
     family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
@@ -390,7 +390,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in ``text``; raises ValueError for any other content.
 
-    The only guard against JSON that is nested beyond Python's recursion limit.
+    All readers of JSON files call it, since only it guards against nesting beyond Python's recursion limit.
     """
     try:
         values = json.loads(text)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
+from megatron_rl.shapes.blocks import MIXERS
 from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.family import (
     ConfigReader,
@@ -38,7 +39,21 @@ _UNTRAINABLE_FEATURES = (
     ("layer_norm", True, "LayerNorm"),
     ("learned_positions", None, "learned positions"),
 )
-"""Fields of `ModelShape` that no layer here implements: field, its value (None for any true one), noun."""
+"""Values of `ModelShape` that no layer of this package implements: (field, value or None for any true value,
+noun for errors)."""
+_KEYS_READ_ELSEWHERE = frozenset(
+    (
+        "_name_or_path", "architectures", "auto_map", "attention_dropout", "bos_token_id", "dtype",
+        "embd_pdrop", "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "label2id",
+        "layer_norm_eps", "layer_types", "max_position_embeddings", "max_window_layers", "num_labels",
+        "output_attentions", "output_hidden_states", "pad_token_id", "return_dict", "rms_norm_eps",
+        "rope_parameters", "rope_scaling", "rope_theta", "sliding_window_pattern", "torch_dtype",
+        "transformers_version", "use_cache", "use_sliding_window",
+    )
+)  # fmt: skip
+"""Keys of config.json that change no size of a model, or are read only next to others."""
+_LISTED_KEYS = 12
+"""Keys that an error lists before it abbreviates."""
 
 
 @lru_cache(maxsize=1)
@@ -93,8 +108,7 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
     Raises UserErrors that name the missing keys.
     """
-    config = language_config(config)
-    config = config.get("text_config") or config  # of a multimodal model that can be planned alone
+    config = _text_config(config)
     family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
     if family is None:
         reader = ConfigReader(config, name)
@@ -107,21 +121,25 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     return shape
 
 
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a multimodal model's language model; any other config.json is unchanged."""
+    config = language_config(config)
+    # Multimodal models of other kinds cannot be trained, but their language model can be planned.
+    return config.get("text_config") or config
+
+
 def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | None:
     """Return the model of a config.json that can be trained; otherwise extend ``errors`` and return None."""
     try:
         return read_pretrained(path)
     except UserError as error:
-        features = _untrainable_features(path)
-        for single in single_errors(error):
-            if features:
-                single = replace(single, got=f"{single.got}, which needs {features}")
-            errors.append(single)
+        description = _describe_untrainable(path)
+        errors += [replace(single, got=f"{single.got}{description}") for single in single_errors(error)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        # Values of another type than transformers writes fail anywhere in a family's structure.
+        # Values of an unexpected type may raise any error, anywhere in the code of a family.
         errors.append(
             UserError(
-                "the model's config.json has a value that means nothing",
+                "the model's config.json has an invalid value",
                 where=str(path),
                 expected="values as transformers writes them",
                 got=f"{type(error).__name__}: {error}",
@@ -131,16 +149,63 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
     return None
 
 
-def _untrainable_features(path: Path) -> str:
-    """Return the `untrainable` features of a model, comma-separated; empty if its shape cannot be read."""
+def _describe_untrainable(path: Path) -> str:
+    """Return the features of a config.json that this package does not support, to append to an error.
+
+    For a family outside of the table the text also lists the keys that are not read. It is empty for a
+    malformed config.json.
+    """
     try:
-        return ", ".join(untrainable(shape_of(read_json(path))))
+        config = _text_config(read_json(path))
+        features = [*untrainable(shape_of(config)), *_unknown_layer_types(config)]
+        description = ""
+        if features:
+            description = f", which needs {', '.join(features)}"
+        if str(config.get("model_type", "")) not in BY_MODEL_TYPE:
+            description += f"; {_describe_keys(config)}"
+        return description
     except (UserError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         return ""
 
 
+def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the values of ``layer_types`` that no mixer of this package has, as nouns for an error."""
+    known_types = {layer_type for mixer in MIXERS.values() for layer_type in mixer.layer_types}
+    unknown_types = {str(layer_type) for layer_type in config.get("layer_types") or []} - known_types
+    return [f"layers of type {layer_type}" for layer_type in sorted(unknown_types)]
+
+
+def _describe_keys(config: Mapping[str, Any]) -> str:
+    """Describe how many keys of a config.json without a known family are read, and name the others."""
+    recorder = _KeyRecorder(config)
+    _read(ConfigReader(recorder), "model")
+
+    unread_keys = sorted(config.keys() - recorder.read_keys - _KEYS_READ_ELSEWHERE)
+    read_count = len(config) - len(unread_keys)
+    if not unread_keys:
+        return f"all {read_count} keys of its config.json are read"
+
+    listed = ", ".join(unread_keys[:_LISTED_KEYS])
+    if len(unread_keys) > _LISTED_KEYS:
+        listed += f" and {len(unread_keys) - _LISTED_KEYS} more"
+    return f"{read_count} keys of its config.json are read, and this package does not read {listed}"
+
+
+class _KeyRecorder(dict[str, Any]):
+    """A config.json that records which of its keys are read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.read_keys: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, and record its key."""
+        self.read_keys.add(key)
+        return super().get(key, default)
+
+
 def untrainable(shape: ModelShape) -> list[str]:
-    """Return the features of a shape that no layer here implements, as nouns."""
+    """Return the features of a shape that no layer of this package implements, as nouns for an error."""
     features = []
     for name, feature_value, noun in _UNTRAINABLE_FEATURES:
         value = getattr(shape, name)

@@ -50,7 +50,7 @@ class Quantization:
     method: str
     """``quant_method`` of config.json."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None for a scale of a row or of a tensor."""
+    """Rows and columns that share a scale; None for one scale per row or per tensor."""
 
     @property
     def text(self) -> str:
@@ -102,7 +102,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation of a config.json; None without one.
+    """Return the quantisation of a config.json; None if there is none.
 
     ``file`` is the path that errors name. Raises UserError for one that cannot be read.
     """
@@ -118,7 +118,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     method = settings.get("quant_method")
     if method == "fp8":
         return Quantization("fp8", _fp8_block(settings, path))
-    # Published by one family alone, which stores its experts so (see `shapes.fused_experts`).
+    # Only gpt-oss is published in this format, with fused experts (see `shapes.fused_experts`).
     if method == "mxfp4" and config.get("model_type") == "gpt_oss":
         return Quantization("mxfp4", (1, MXFP4_BLOCK))
     if method == "compressed-tensors":
@@ -174,7 +174,7 @@ def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
 
 
 def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Return the block of ``quant_method: fp8``, None for a scale per tensor or row."""
+    """Return the block of ``quant_method: fp8``, or None for a scale per tensor or row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
         raise _refusal(path, f"fmt: {number_format}")
@@ -186,7 +186,7 @@ def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None
 
 
 def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Return the block of ``quant_method: compressed-tensors``, None for a scale per tensor or row."""
+    """Return the block of ``quant_method: compressed-tensors``, or None for a scale per tensor or row."""
     # Sparsity and transforms change the weights beyond the product with the scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":

@@ -1,9 +1,9 @@
-"""Bytes that a weight sync from the actor to the rollout engine sends: exact, from sizes alone.
+"""Bytes that a weight sync from the actor to the rollout engine sends: exact, computed only from sizes.
 
 A rank receives the parts of tensors that it needs and does not have. Layers with the same parameters are
 computed once, so that a model of any size on any number of ranks takes milliseconds.
 
-Which shard of the engine a rank needs depends on its rank in the engine replica alone, so the order of the
+Which shard of the engine a rank needs depends only on its rank in the engine replica, so the order of the
 engine's ranks in which the fewest bytes are received (`best_rank_order`) is an assignment problem: ranks to
 ranks of a replica, at the cost of the bytes that each pair would receive.
 """
@@ -58,16 +58,16 @@ def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tupl
 
 
 def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
-    """Return the rows of queries, keys and values on one of the ranks that share their interleaving equally.
+    """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
-    ``group_rows`` are the rows of each in a group. The interleaving has the queries of a group first, then
-    its key and its value, and then the next group. A rank's share may begin and end inside a group.
+    The fused weight has query, key and value rows of the first group, then those of the next group;
+    ``group_rows`` are their numbers in a group. Shards are equal, so one may begin and end inside a group.
     """
     group_size = sum(group_rows)
 
-    # The rank's share is a range of the interleaving: count each tensor's rows before both of its ends.
+    # The shard is a range of fused rows: count each tensor's rows before both of its ends.
     def rows_before(end: int, offset: int, size: int) -> int:
-        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the interleaving."""
+        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the fused weight."""
         # All rows of the complete groups, and the part of the last group that is before its end.
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
@@ -85,7 +85,7 @@ def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) ->
     """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
 
-    # Sharded by another dimension than the rows, or not at all.
+    # Not sharded, or sharded by a dimension other than the rows.
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
@@ -144,14 +144,14 @@ class SharedBytes:
 
     needed: tuple[int, ...]
     """Bytes, [ranks of a replica]."""
-    held: Mapping[int, Sequence[int]]
-    """Bytes by global rank of the actor, then [ranks of a replica]."""
+    resident: Mapping[int, Sequence[int]]
+    """Global rank of the actor -> bytes of each replica rank's weights that it has, [ranks of a replica]."""
     model_bytes: int
     """Bytes of one complete copy of the weights."""
 
-    def lacking(self, rank: int, rank_in_replica: int) -> int:
+    def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
         """Return the bytes that a global rank receives as a rank of a replica."""
-        resident = self.held.get(rank)
+        resident = self.resident.get(rank)
         # A rank outside the actor receives everything.
         if resident is None:
             return self.needed[rank_in_replica]
@@ -165,7 +165,7 @@ class SharedBytes:
         return WeightTraffic(
             self.model_bytes,
             {rank: self.needed[index] for rank, index in ranks_in_replica.items()},
-            {rank: self.lacking(rank, index) for rank, index in ranks_in_replica.items()},
+            {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()},
         )
 
 
@@ -182,28 +182,28 @@ def peers_on_node(
     common: dict[int, list[int]] = {}
     stage_of: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
-        bytes_by_rank = [shared_bytes.held[rank] for rank in stage_ranks]
+        bytes_by_rank = [shared_bytes.resident[rank] for rank in stage_ranks]
         common[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
         stage_of |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
     for position, receiver in enumerate(ranks):
         index = position % len(shared_bytes.needed)
-        if not shared_bytes.lacking(receiver, index):
+        if not shared_bytes.missing_bytes(receiver, index):
             continue
 
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_of.get(sender)
             # Ranks with the same shards share one list; equal bytes may be of different experts.
-            if stage is None or shared_bytes.held[sender] is shared_bytes.held.get(receiver):
+            if stage is None or shared_bytes.resident[sender] is shared_bytes.resident.get(receiver):
                 continue
 
             # A receiver already has the common bytes of its own stage.
             resident_bytes = 0
             if stage == stage_of.get(receiver):
                 resident_bytes = common[stage][index]
-            if shared_bytes.held[sender][index] > resident_bytes:
+            if shared_bytes.resident[sender][index] > resident_bytes:
                 peers.setdefault(sender, set()).add(receiver)
                 peers.setdefault(receiver, set()).add(sender)
     return max((len(peers_of_rank) for peers_of_rank in peers.values()), default=0)
@@ -257,7 +257,7 @@ def shared_bytes(
     model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(
         needed=tuple(engine.common_bytes(single_rank)[0]),
-        held=engine.common_bytes(actor, settings),
+        resident=engine.common_bytes(actor, settings),
         model_bytes=model.common_bytes(single_rank)[0][0],
     )
 
@@ -266,12 +266,12 @@ Weights = tuple[Weight, ...]
 
 
 class _CommonBytes(NamedTuple):
-    """Bytes of one layer that trainer and engine have in common, [ranks of a replica] in the inner lists."""
+    """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
 
     dense: list[list[int]]
-    """By tensor-parallel rank of the trainer."""
+    """Bytes outside routed experts, by tensor-parallel rank of the trainer."""
     experts: dict[tuple[int, int], list[int]]
-    """By expert-parallel and expert-tensor-parallel rank of the trainer."""
+    """Bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class _Engine:
     def common_bytes(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> dict[int, list[int]]:
-        """Return the bytes that ranks have in common: by global rank of a trainer, [ranks of a replica]."""
+        """Return trainer rank -> bytes of weights that it and each rank of a replica both hold."""
         result: dict[int, list[int]] = {}
         layer_bytes: dict[Weights, _CommonBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)
@@ -330,7 +330,7 @@ class _Engine:
         return adapter_weights(weights, self.lora)
 
     def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
-        """Return the common bytes of a layer, or of the parameters outside the layers."""
+        """Return the bytes of a layer, or of the parameters outside the layers, that both ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
         experts_per_rank = self.shape.experts // trainer.expert
@@ -357,12 +357,12 @@ class _Engine:
         return _CommonBytes(self._bytes(dense, trainer.tensor, self.replica_size), experts)
 
     def _common_experts(self, local: range, index: int) -> int:
-        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica holds too."""
+        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica also holds."""
         resident = engine_experts(self.shape.experts, index, self.replica_size)
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
     def _bytes(self, weights: Iterable[Weight], trainer_ranks: int, engine_ranks: int) -> list[list[int]]:
-        """Return the common bytes of parameters, [trainer ranks][engine ranks]."""
+        """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
         kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
@@ -433,7 +433,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
     """
     replica_size = len(weights.needed)
     ordered = tuple(sorted(ranks))
-    if replica_size == 1 or not weights.held.keys() & set(ranks):
+    if replica_size == 1 or not weights.resident.keys() & set(ranks):
         return ordered
 
     result: list[int] = []
@@ -444,9 +444,11 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
             continue
 
         # Assign each rank of the island to a rank in a replica.
-        costs = tuple(tuple(weights.lacking(rank, index) for index in range(replica_size)) for rank in island)
+        costs = tuple(
+            tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
+        )
         if costs not in solved:
-            solved[costs] = assign(costs, len(island) // replica_size)
+            solved[costs] = assign_columns(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]
         for rank, rank_in_replica in zip(island, solved[costs], strict=True):
             candidates[rank_in_replica].append(rank)
@@ -467,19 +469,19 @@ def _islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> lis
     return islands
 
 
-def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
+def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
     """Assign each row of ``costs`` [rows][columns] to a column; each column takes ``capacity`` rows.
 
-    Among the assignments with the smallest largest cost it returns one with the smallest sum, and keeps
-    row i at column i % columns where that costs nothing. Raises ValueError for rows that do not fill the
-    columns.
+    The largest cost of a pair is minimised first, then the sum of costs. Among equal assignments, one that
+    keeps row i in column i % columns as often as possible is returned. Raises ValueError for rows that do not
+    fill the columns.
     """
     rows = len(costs)
     columns = len(costs[0])
     if rows != columns * capacity:
         raise ValueError(f"{rows} rows do not fill {columns} places of {capacity}")
 
-    # Search the smallest limit on the largest cost under which an assignment exists.
+    # Search for the smallest limit on the largest cost under which an assignment exists.
     limits = sorted(set(chain.from_iterable(costs)))
     low = 0
     high = len(limits) - 1

@@ -1,8 +1,8 @@
-"""Batches of an asynchronous run: rollout ranks sample for later steps while the other ranks learn.
+"""Batches of an asynchronous run: rollout ranks sample for later steps while the other ranks (learners) work.
 
-The one idea: no threads. Every rank runs the same `train_step`, and a call of a role returns at once on ranks
-without the role. So the rollout's ranks are still generating while the other ranks compute log-probs and
-update weights of a batch that was sampled ``steps_ahead`` steps before.
+The one idea: no threads. Every rank runs the same `train_step`, and a call of a role returns immediately on
+ranks without the role. So while the rollout's ranks generate, the learners compute log-probs of a batch that
+was sampled ``steps_ahead`` steps before, and update the weights.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from megatron_rl.types import Rollouts
 
 
 class AheadBatches:
-    """Batches that the rollout's own ranks sample ``steps_ahead`` steps before the other ranks use them.
+    """Batches that separate rollout ranks sample ``steps_ahead`` steps before the other ranks train on them.
 
-    Dynamic sampling cannot wait for rewards here. The number of prompts of a batch follows from the fraction
-    of informative groups in the last learned batch, and a step with too few informative groups uses all of
-    them.
+    Dynamic sampling cannot wait for rewards here. Instead the number of prompts of a batch is computed from
+    the fraction of informative groups (whose rewards differ) in the last batch that was trained on. A step
+    with too few informative groups uses all groups.
 
-    ``queue``: batches that are sampled and not yet learned from; part of the checkpoint.
-    ``sets``: evaluation sets to sample during the next step, with the weights that sample its batch.
-    ``answers``: the responses to ``sets``, once that step has ended.
+    ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
+    ``sets``: evaluation sets to sample during the next step, with the weights that sample the step's new
+    batch.
+    ``answers``: the responses to ``sets`` after that step.
 
     Construction is collective over the world.
     """
@@ -70,7 +71,7 @@ class AheadBatches:
         ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
         self.learners: tuple[int, ...] | None = ranks
         self._learns = device.rank() in ranks
-        # Creating a communicator is collective over the world, but only learners reach its first use.
+        # Creating a communicator is collective over the world, and rollout ranks never use this one.
         communicator(ranks)
 
     @contextmanager
@@ -80,47 +81,47 @@ class AheadBatches:
         phase: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """Yield the oldest batch of the queue, while the newest weights sample a later one.
+        """Yield the oldest batch of the queue while the next one is sampled with the newest weights.
 
         See `BatchSource.next`.
         """
-        # New tokens are gathered onto all ranks, since all of them keep the queue.
+        # New tokens are gathered onto all ranks, since all ranks store the queue.
         world = ReplicaGroup(gather_stats=phase.gather_stats)
         steps_ahead = self.config.asynchrony.steps_ahead
         batch = None
         counts = None
 
         with self.roles.hybrid_engine.generation_mode() as metrics:
-            # Fill the queue, which is only short at the first step after a start.
+            # Fill the queue: it has too few batches in the first step after a start.
             while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
                 pending = self._start_sampling(step + len(self.queue), phase)
                 self.queue.append(self.source.finish(pending, world))
 
-            # On the rollout's ranks these two calls take as long as the learners' whole step.
+            # These calls generate on the rollout's ranks, and return immediately on learners.
             evaluation = self._start_evaluation(phase)
             pending = None
             if step + steps_ahead <= self.config.steps:
                 pending = self._start_sampling(step + steps_ahead, phase)
 
-            # Learners arrive here immediately and take the oldest batch.
+            # Meanwhile, the learners train on the oldest batch.
             sampled = self.queue.pop(0)
             if self._learns:
                 metrics += self._staleness(sampled)
                 batch, counts = self._compute_rewards(sampled, phase, learners)
             yield batch, metrics
 
-            # The first gather makes the faster side wait for the slower one, which is measured as idle time.
+            # In the first gather the faster side waits for the slower one: this wait is the idle time.
             with phase("idle_learn" if self._learns else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish(pending, world))
                 self.answers = [gather_complete(self.roles.rollout, item, world) for item in evaluation]
 
         if self.algorithm.dynamic_sampling.further_rounds:
-            # Ranks that only sample have no rewards, and size their next batch by these counts.
+            # Rollout ranks have no rewards. They need these counts to compute the size of the next batch.
             self.source.informative = next(filter(None, gather_objects(counts)))
 
     def _start_evaluation(self, phase: Phases) -> list[Pending]:
-        """Sample the evaluation sets on the rollout's ranks; learners return at once."""
+        """Sample the evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._learns:
             timer = phase("evaluate")
@@ -128,7 +129,7 @@ class AheadBatches:
             return start_evaluation(self.roles, self.sets, self.config.seed)
 
     def _start_sampling(self, step: int, phase: Phases) -> Pending:
-        """Sample the batch of ``step`` on the rollout's ranks; learners return at once."""
+        """Sample the batch of ``step`` on the rollout's ranks; return immediately on learners."""
         seed = step_seed(self.config, step)
         timer = nullcontext()
         if not self._learns:
@@ -152,7 +153,7 @@ class AheadBatches:
         )
 
     def _staleness(self, sampled: SampledBatch) -> Metrics:
-        """Return the age of a batch in updates; raise StalenessError if it is too old to learn from."""
+        """Return metrics of a batch's age in weight updates; raise StalenessError if it is too old."""
         max_updates = self.config.asynchrony.max_staleness
         assert max_updates is not None
         return staleness(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)
@@ -163,7 +164,7 @@ class AheadBatches:
         phase: Phases,
         learners: ReplicaGroup,
     ) -> tuple[ScoredBatch, tuple[int, int]]:
-        """Return the rewarded rows, and the numbers of informative groups and of all groups.
+        """Compute a batch's rewards; return it with the numbers of informative groups and of all groups.
 
         Collective over the learners.
         """

@@ -1,8 +1,8 @@
-"""Callbacks of the user: classes called for each step on the first rank, whose errors never end the run.
+"""Callbacks of the user: classes whose methods are called in each step on the first rank.
 
-A callback has any of the methods in `check.callbacks.METHODS`. Its methods get copies of the values. Its
-first exception disables it with a warning, and the run continues. Methods run synchronously: long work
-belongs in a thread.
+A callback has at least one of the methods in `check.callbacks.METHODS`, which receive copies of the values.
+The first exception disables the callback with a warning, and the run continues. Methods run synchronously: a
+callback with long work should use a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from megatron_rl.errors import first_line
 
 
 class Callbacks:
-    """The callbacks of a run, made and called on the first rank alone."""
+    """The callbacks of a run, created and called only on the first rank.
+
+    ``paths``: import paths of the classes. ``say``: prints a line on the console.
+    """
 
     def __init__(self, paths: Sequence[str], say: Callable[[str], None]) -> None:
         self._say = say

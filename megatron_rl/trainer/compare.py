@@ -1,10 +1,14 @@
-"""Comparison of several runs: the settings that differ, the results, and the curves of all in one picture."""
+"""Comparison of several runs: the results, the settings that differ, and the curves of all in one chart.
+
+The one idea: a user compares what was decided. Derived values and defaults follow from the explicit settings,
+or from another version, so they are only shown on request.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -25,12 +29,15 @@ from megatron_rl.trainer.curves import (
     running_mean,
     series,
 )
-from megatron_rl.trainer.report import run_metrics
+from megatron_rl.trainer.report import pairs_text, revision_text, run_metrics
+from megatron_rl.trainer.starts import Start, read_starts
 
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
 """Settings that may differ between the runs of one group."""
 OF_ONE_FOLDER = ("run_dir", "prepare")
 """Settings that differ between any two runs because they have different folders; never compared."""
+ALWAYS_EXPLICIT = ("world_size",)
+"""Settings that the command line of the launcher decides."""
 LAST_MEANS = (
     ("kl/ref", "KL to the reference", ".4f"),
     ("policy/entropy", "entropy", ".3f"),
@@ -38,15 +45,22 @@ LAST_MEANS = (
     ("mismatch/abs_diff", "mismatch", ".1e"),
     ("reward/invalid", "invalid rewards", ".3f"),
 )
-"""Metrics whose mean over the last steps is a result: metric, label, format."""
+"""Metrics whose mean over the last steps is a result in the table: metric, label, format."""
 _MIN_SECONDS = 1e-9
-"""Smallest duration that tokens are divided by."""
+"""Lower bound of the seconds in a throughput, to avoid a division by zero."""
 
 MEANING = (
     f"Accuracies are the last and the best measurement, other final values means of the last {WINDOW} steps. "
     f"The best reward is the highest mean over a step and the {WINDOW // 2} before and after it. "
     "± is the standard deviation over the runs of a column."
 )
+
+_START_TEXTS: Mapping[str, Callable[[Start], str]] = {
+    "revision": revision_text,
+    "versions": lambda start: pairs_text(start.versions),
+    "hardware": lambda start: pairs_text(start.hardware),
+}
+"""Facts about a run's start that are compared like settings."""
 
 Result = tuple[float, str]
 """Number and the format to print it with."""
@@ -57,16 +71,25 @@ class ComparedRun:
     """One run of a comparison."""
 
     name: str
-    """Name of its folder, or the folder's path if two have one name."""
+    """Name of the run folder, or its path if two folders have the same name."""
     settings: Mapping[str, Any]
-    """Settings by configuration key."""
+    """Configuration key -> value."""
     metrics: RunMetrics
     """Metrics of its steps and stages."""
+    start: Start | None = None
+    """Last start of the run, or None if no start is recorded."""
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Return the keys that the user has set; all of them if they are not known."""
+        if self.start is None or not self.start.explicit:
+            return frozenset(self.settings)
+        return frozenset((*self.start.explicit, *ALWAYS_EXPLICIT))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs that differ only in their seeds, with the tables of the page.
+    """Groups of runs that differ only in their seeds, and the tables that compare the groups.
 
     Example: two seeds of one configuration and one run of another have the ``groups``
     ``{"a and 1 more": [a, b], "c": [c]}``, and a row of ``settings`` is
@@ -74,17 +97,20 @@ class Comparison:
     """
 
     groups: Mapping[str, Sequence[ComparedRun]]
-    """Runs by the name of their group."""
+    """Name of a group -> its runs."""
     settings: Sequence[Sequence[str]]
-    """Rows of the settings that differ: key, and a value for each group."""
+    """Rows of the explicit settings that differ, and of revision, versions and hardware: key, and a value for
+    each group."""
     results: Sequence[Sequence[str]]
-    """Rows of the results: label, and a value for each group."""
+    """Table of the results; each row has a label, then a value per group."""
     notes: Sequence[str] = ()
     """Notes on folders that are copies of other runs."""
+    derived: Sequence[Sequence[str]] = ()
+    """Rows of the other settings that differ: derived values, and defaults."""
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Compare runs by their folders; raise UserError for a folder without metrics."""
+    """Compare the runs in ``folders``; raise UserError for a folder without metrics."""
     # Folders with the same name are distinguished by their paths.
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
@@ -93,22 +119,47 @@ def compare(folders: Sequence[Path]) -> Comparison:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
-    settings = _settings_rows(groups, keys)
-    return Comparison(groups, settings, _result_rows(groups), notes)
+    explicit = frozenset[str]().union(*(run.explicit for run in runs))
+    rows = _settings_rows(groups, keys)
+    settings = [row for row in rows if _is_explicit(row[0], explicit)]
+    derived = [row for row in rows if not _is_explicit(row[0], explicit)]
+    return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
+
+
+def _is_explicit(key: str, explicit: Collection[str]) -> bool:
+    """Return whether a key of config.yaml was set, itself or as a part of a mapping."""
+    parts = key.split(".")
+    return any(".".join(parts[: count + 1]) in explicit for count in range(len(parts)))
+
+
+def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
+    """Return what differs between the starts of the groups: revision, versions, hardware."""
+    rows: list[list[str]] = []
+    for name, text_of in _START_TEXTS.items():
+        cells: list[str] = []
+        for group in groups.values():
+            texts = [text_of(run.start) for run in group if run.start is not None]
+            cells.append("; ".join(dict.fromkeys(texts)) or "-")
+        if len(set(cells)) > 1:
+            rows.append([name, *cells])
+    return rows
 
 
 def _group_runs(
     runs: Sequence[ComparedRun], keys: Sequence[str]
 ) -> tuple[dict[str, list[ComparedRun]], list[str]]:
-    """Return the groups of runs with equal settings by name, and notes on the omitted copies."""
-    # Settings as JSON text, since values such as lists cannot be keys of a dictionary.
+    """Group runs with equal settings; return the groups by name, and notes on omitted copies.
+
+    ``keys``: all configuration keys of the runs.
+    """
+    # Compare settings as JSON text, since values such as lists cannot be keys of a dictionary.
     common_keys = [key for key in keys if key not in OF_ONE_RUN]
     by_settings: dict[str, list[ComparedRun]] = {}
     for run in runs:
         settings = json.dumps([run.settings.get(key) for key in common_keys], default=str)
         by_settings.setdefault(settings, []).append(run)
 
-    # A copy of a run would count as a second seed.
+    # Omit copies: a copy of a run would be counted as a second seed.
     notes = [note for group in by_settings.values() for note in _remove_copies(group)]
     # Groups are named after their first run; equal names get numbers.
     groups = {_group_name(group): group for group in by_settings.values()}
@@ -119,12 +170,12 @@ def _group_runs(
 
 
 def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[str]) -> list[list[str]]:
-    """Return the settings that differ between groups: key, and the values of each group."""
+    """Return a row for each setting that differs between groups: key, then the values of each group."""
     rows: list[list[str]] = []
     for key in keys:
         if key in OF_ONE_FOLDER:
             continue
-        # The distinct values within each group: its runs may differ in their seed.
+        # All distinct values of a group, since its runs may have different seeds.
         values = [list(dict.fromkeys(_setting_text(run, key) for run in group)) for group in groups.values()]
         if any(value != values[0] for value in values):
             rows.append([key, *(", ".join(value) for value in values)])
@@ -134,8 +185,8 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
 def _result_rows(
     groups: Mapping[str, Sequence[ComparedRun]],
 ) -> list[list[str]]:
-    """Return the results: label, and the mean over the runs of each group."""
-    # A row for every result that any run has; "-" in the columns of groups without it.
+    """Return a row for each result: label, then the mean over the runs of each group."""
+    # A row for every result that any run has, with "-" for groups without it.
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
     results = [[_results(run.metrics) for run in group] for group in groups.values()]
     labels = dict.fromkeys(label for group in results for run_results in group for label in run_results)
@@ -154,7 +205,7 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
     Two folders whose first steps took exactly the same time are copies of one run.
     """
-    # Runs with the same first step are copies of each other. A run without a step is no copy.
+    # Runs with the same first step are copies of each other. A run without a step is not a copy.
     by_first_step: dict[str, list[ComparedRun]] = {}
     for run in group:
         first_step = _first_timed_step(run.metrics)
@@ -165,7 +216,7 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
     notes: list[str] = []
     for copies in by_first_step.values():
-        # The longest one is the original, or a copy that was resumed.
+        # Retain the longest one, which is the original or a copy that was resumed.
         original = max(copies, key=lambda run: len(run.metrics.lines))
         for run in copies:
             if run is not original:
@@ -177,41 +228,50 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of the first step with a time; a step of a stage if the run has no others.
+    """Return the metrics of the run's first step that has a time, or None without such a step.
 
-    An evaluation before the first step has no time: its line can be equal in runs that are not copies.
+    If the run has only stages, it is a step of a stage. An evaluation before the first step has no time, and
+    its metrics can be equal in runs that are not copies.
     """
     lines = run.lines or [line for stage in run.stages.values() for line in stage]
     return next((line for line in lines if "time/step" in line), None)
 
 
 def write(folders: Sequence[Path], out: Path) -> str:
-    """Write ``compare.html`` and ``compare.md`` into a folder; return the Markdown."""
+    """Write ``compare.html`` and ``compare.md`` into the folder ``out``; return the Markdown text."""
     comparison = compare(folders)
     names = list(comparison.groups)
     notes = [*comparison.notes, MEANING]
 
     # The page for browsers; the Markdown below has the same tables.
-    sections = [page.paragraph(note) for note in notes]
-    sections.append(page.heading("Results"))
     numeric = range(1, len(names) + 1)
-    sections.append(page.table(("", *names), comparison.results, numeric=numeric))
-    sections.append(page.heading("Settings that differ"))
+    sections = [
+        page.heading("Results"),
+        page.table(("", *names), comparison.results, numeric=numeric),
+        *map(page.paragraph, notes),
+        page.heading("Settings that differ"),
+    ]
     if comparison.settings:
         sections.append(page.table(("", *names), comparison.settings))
     else:
         sections.append(page.paragraph("none"))
+    if comparison.derived:
+        title = f"{len(comparison.derived)} derived values and defaults that differ"
+        sections.append(page.folded(title, page.table(("", *names), comparison.derived)))
 
-    # One picture per metric, with a curve for each group.
+    # One chart per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
     sections += [
         page.heading("Curves"),
-        page.pictures(overlaid(runs_by_group)),
+        page.charts(overlaid(runs_by_group)),
     ]
 
-    markdown = "".join(f"{_escaped(note)}\n\n" for note in notes)
-    markdown += f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
-    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n"
+    markdown = f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
+    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n\n"
+    if comparison.derived:
+        count = len(comparison.derived)
+        markdown += f"{count} derived values and defaults differ, too: compare.html has them.\n\n"
+    markdown += "\n\n".join(map(_escaped, notes)) + "\n"
 
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", sections)
@@ -227,15 +287,21 @@ def _read_run(path: Path, name: str) -> ComparedRun:
         text = folder.config.read_text(encoding="utf-8", errors="replace")
     leaves = read_tree(text, str(folder.config), []).leaves()
     settings = {key: leaf.value for key, leaf in leaves}
-    return ComparedRun(name, settings, run_metrics(folder))
+    starts = read_starts(folder)
+    start = None
+    if starts:
+        start = starts[-1]
+    return ComparedRun(name, settings, run_metrics(folder), start)
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:
+    """Return the name of a group: its first run, and the number of the others."""
     suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return group[0].name + suffix
 
 
 def _setting_text(run: ComparedRun, key: str) -> str:
+    """Return the value of a setting as JSON, or "-" if the run does not have it."""
     if key not in run.settings:
         return "-"
     return json.dumps(run.settings[key], ensure_ascii=False, default=str)
@@ -250,7 +316,7 @@ def _results(run: RunMetrics) -> dict[str, Result]:
             if values:
                 results[f"{name}: final {label}"] = (values[-1], ".3f")
 
-    # Accuracies are single measurements; rewards and other metrics of a step are noisy, hence means.
+    # Accuracies are single measurements. Metrics of steps are noisy, so their results are means over steps.
     for name in measured_accuracies(run.lines):
         _, values = series(run.lines, name)
         set_name = name.removeprefix("eval/").removesuffix("/accuracy")
@@ -295,7 +361,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _mean_and_deviation(results: Sequence[Result]) -> str:
-    """Return the mean over runs, with the standard deviation of several."""
+    """Return the mean over runs as text, with the standard deviation if there are several."""
     if not results:
         return "-"
     numbers = [number for number, _ in results]
@@ -307,7 +373,7 @@ def _mean_and_deviation(results: Sequence[Result]) -> str:
 
 
 def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
+    """Return a table as Markdown; ``names`` are the headings of all columns except the first."""
     if not rows:
         return "none"
     # The first column is text, the others are numbers and aligned to the right.
@@ -317,11 +383,12 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
+    """Return one row of a Markdown table."""
     return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
 
 
 def _escaped(text: str) -> str:
-    """Return text on one line that Markdown shows as it is, without HTML, links or further cells."""
+    """Escape text for a cell of a Markdown table, so that it is shown verbatim on one line."""
     one_line = escape_unprintable(" ".join(text.split()))
     marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
     return escape(marked, quote=False)

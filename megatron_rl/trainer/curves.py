@@ -1,9 +1,11 @@
-"""Curves of a run's metrics: one picture of the main ones, and one for each metric on a page."""
+"""Curves of a run's metrics: a picture of the main metrics, and the values for the charts of the report page.
+
+The charts are drawn in the browser, which can show their values and zoom in; see `pages/charts.js`.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of a metrics file: for each step, name of a metric -> number."""
+"""Lines of a metrics file; each line has a step's metrics by name, and the number of the step."""
 
 BLUE = "#2563a8"
 ORANGE = "#d9722b"
@@ -34,25 +36,25 @@ COLOURS = (
 )
 
 WINDOW = 10
-"""Steps over which running means, and the first and last values of tables, are taken."""
+"""Number of steps in a running mean, and in the means of first and last values in tables."""
 _MIN_LOGARITHMIC = 1e-100
-"""Smallest value on a logarithmic axis: matplotlib cannot place the ticks of numbers nearly zero."""
+"""Lower bound of values on a logarithmic axis: matplotlib cannot compute ticks for numbers close to zero."""
 _HEADROOM = 1.08
-"""Factor from a panel's upper limit to the top of its axis, so that points at the limit are not cut."""
+"""Ratio of the top of a panel's axis to its upper limit, so that points at the limit are not cut off."""
 _LEGEND_HEADROOM = 1.35
-"""The same for stacked times, which leaves room for the legend."""
+"""Ratio of the top of the axis to the largest value in the picture of stacked times, which has a legend."""
 _PANEL_INCHES = (4.6, 3.3)
 """Width and height of a panel with its margins."""
 _RIGHT_INCHES = 0.15
-"""Right margin of a panel: half of the last step's label."""
+"""Right margin of a panel, for half of the last step's label."""
 _TOP_INCHES = 0.45
-"""Top margin of a panel: its title."""
+"""Top margin of a panel, for its title."""
 _BOTTOM_INCHES = 0.5
-"""Bottom margin of a panel: the labels of the horizontal axis."""
+"""Bottom margin of a panel, for the labels of the horizontal axis."""
 _COLUMNS = 3
-"""Panels beside one another at most, which fit on a page."""
+"""Maximum number of panels side by side, which fit on a page."""
 _TITLE_CHARACTERS = 45
-"""Length of a title that fits above its panel."""
+"""Maximum length of a title that fits above its panel."""
 
 STEP_PHASES = (
     "time/generate",
@@ -69,9 +71,9 @@ class RunMetrics:
     """Metrics of one run."""
 
     lines: Lines
-    """Lines of the steps, empty for a run of stages alone."""
+    """Lines of the steps, empty for a run that has only stages."""
     stages: Mapping[str, Lines]
-    """Lines of each stage by its name."""
+    """Name of a stage -> its lines."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ class Panel:
     logarithmic: bool = False
     """Whether the vertical axis is logarithmic if the values allow it."""
     limits: tuple[float, float] | None = None
-    """Range of the vertical axis, None for the range of the values."""
+    """Range of the vertical axis, or None for the range of the values."""
     main: bool = False
-    """Whether the picture of the whole run has this panel."""
+    """Whether the figure of the main metrics has this panel."""
 
 
 PANELS = (
@@ -122,7 +124,7 @@ STAGE_METRICS = (
     ("held_out_loss", "held-out loss"),
     ("accuracy", "accuracy on pairs"),
 )
-"""Metrics of a stage, below the group of its name, and their labels."""
+"""Metrics of a stage, named ``STAGE/METRIC``, and their labels."""
 
 
 def series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
@@ -132,30 +134,30 @@ def series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
 
 
 def measured_accuracies(lines: Lines) -> list[str]:
-    """Return the metric names of the evaluation sets' accuracies that occur in any line."""
+    """Return the names of the evaluation sets' accuracy metrics that occur in any line."""
     return accuracies(dict.fromkeys(name for line in lines for name in line))
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return for each value the mean over it and the ``window // 2`` values before and after it."""
+    """Return, for each value, the mean over it and the ``window // 2`` values before and after it."""
     half = window // 2
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a running mean whose window is short enough that the curve of a short run keeps its shape."""
+    """Return a running mean over `WINDOW` values, or over a quarter of them if the curve is short."""
     return running_mean(values, min(WINDOW, len(values) // 4))
 
 
 def panels_of(lines: Lines) -> list[Panel]:
-    """Return the panels of the metrics that the lines have, evaluation sets first."""
+    """Return a panel for each metric that occurs in the lines, evaluation sets first."""
     names = measured_accuracies(lines)
     evaluation = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
     return [panel for panel in (*evaluation, *PANELS) if series(lines, panel.metric)[1]]
 
 
 def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
-    """Return the panels of stages, each with the lines of its stage."""
+    """Return (lines of the stage, panel) for each metric of each stage."""
     panels: list[tuple[Lines, Panel]] = []
     for name, lines in stages.items():
         for metric, label in STAGE_METRICS:
@@ -168,8 +170,8 @@ def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
 
 
 def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
-    """Return a figure with the main panels of a run and of its stages, and the time of the steps."""
-    # One picture per main metric and stage metric, and the stacked times as the last one.
+    """Return a figure with panels of a run's main metrics, its stages, and the duration of its steps."""
+    # A panel per main metric and stage metric; the last panel has the stacked times.
     panels = [(lines, panel) for panel in panels_of(lines) if panel.main] + stage_panels(stages)
     has_times = bool(_phase_seconds(lines))
     axes = _axes(len(panels) + has_times)
@@ -180,91 +182,147 @@ def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
     return _styled_figure(axes)
 
 
-def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes]]:
-    """Return a title and an SVG picture for each metric of a run, and for the time of the steps."""
-    # A figure of its own for each, so that the page can arrange them by its width.
-    result: list[tuple[str, bytes]] = []
-    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
-        axes = _axes(1)
-        _draw_panel(axes[0], panel_lines, panel)
-        result.append((panel.title, _svg(_styled_figure(axes))))
+Chart = dict[str, Any]
+"""Values of one chart: ``title``, ``axis``, ``limits``, ``logarithmic``, ``stacked``, ``flat``, ``curves``.
 
-    if _phase_seconds(lines):
-        axes = _axes(1)
-        _draw_times(axes[0], lines)
-        result.append(("time of a step (s)", _svg(_styled_figure(axes))))
+A curve has ``label``, ``colour``, ``thin``, ``steps``, ``values`` and, if the chart is smooth, ``means``.
+Charts of one ``axis`` have the same range of steps: those of the run, or of one stage.
+"""
+
+_FLAT = 1e-3
+"""A curve is flat if its values differ by at most this fraction of the largest one."""
+_DIGITS = 6
+"""Digits of a chart's numbers, which is more than a picture can show."""
+
+
+def charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
+    """Return a chart for each metric of a run, and one for the time of the steps."""
+    result: list[Chart] = []
+    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
+        steps, values = series(panel_lines, panel.metric)
+        curve = _curve(panel.metric, BLUE, steps, values, smooth=panel.smooth)
+        result.append(_chart(panel, [curve], _axis_name(panel, stages)))
+
+    seconds = _phase_seconds(lines)
+    if seconds:
+        steps = [int(line["step"]) for line in lines if line["step"] > 0]
+        # Smoothed, since a single slow step would hide the shares of the phases.
+        curves = [
+            _curve(name.removeprefix("time/"), COLOURS[index], steps, smoothed(values))
+            for index, (name, values) in enumerate(seconds.items())
+        ]
+        panel = Panel("time/step", "time of a step by phase (s)", smooth=False)
+        result.append(_chart(panel, curves, _axis_name(panel, stages), stacked=True))
     return result
 
 
-def overlaid(
-    groups: Mapping[str, Sequence[RunMetrics]],
-) -> list[tuple[str, bytes]]:
-    """Return a title and an SVG picture for each metric of several runs, with all curves in one picture.
+def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
+    """Return a chart for each metric of several runs, with the curves of all runs.
 
-    Runs of one group differ only in their seeds: each has a thin line, and their mean a thick one.
+    Runs of a group differ only in their seeds: each run has a thin line, and the group's mean a thick one.
     """
     # A panel for each metric that any of the runs has.
     panels: dict[str, Panel] = {}
     for run in (run for runs in groups.values() for run in runs):
         panels |= {panel.metric: panel for panel in panels_of(run.lines)}
         panels |= {panel.metric: panel for _, panel in stage_panels(run.stages)}
-    return [(panel.title, _svg(_overlay(panel, groups))) for panel in panels.values()]
+    return [_overlay(panel, groups) for panel in panels.values()]
 
 
-def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Figure:
-    """Return the curves of all groups for one metric."""
-    axes = _axes(1)
-    axis = axes[0]
+def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
+    """Return the chart of one metric with the curves of all groups."""
     stage_name = panel.metric.partition("/")[0]
+    curves: list[dict[str, Any]] = []
     for index, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[index % len(COLOURS)]
-        # Runs can have different steps: the mean at a step is over the runs that have it.
+        # Runs can have different steps: average over the runs that have a value at the step.
         values_at: dict[int, list[float]] = {}
         for run in runs:
             steps, values = series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
-            curve = smoothed(values) if panel.smooth else values
-            for step, value in zip(steps, curve, strict=True):
+            if panel.smooth:
+                values = smoothed(values)
+            for step, value in zip(steps, values, strict=True):
                 values_at.setdefault(step, []).append(value)
-            if len(runs) > 1:
-                axis.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.9)
+            if steps and len(runs) > 1:
+                curves.append(_curve("", colour, steps, values, thin=True))
 
         steps = sorted(values_at)
+        means = [fmean(values_at[step]) for step in steps]
         if steps:
-            means = [fmean(values_at[step]) for step in steps]
-            # matplotlib hides labels that begin with an underscore, hence the space.
-            axis.plot(
-                steps,
-                means,
-                color=colour,
-                linewidth=1.8,
-                label=f" {_shortened(name)}",
-            )
+            curves.append(_curve(name, colour, steps, means))
+    stages = [name for runs in groups.values() for run in runs for name in run.stages]
+    return _chart(panel, curves, _axis_name(panel, stages))
 
-    if panel.limits is not None:
-        axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
-    _set_title(axis, panel.title)
-    for text in axis.legend(fontsize=7.5, frameon=False, loc="best").get_texts():
-        text.set_parse_math(False)
-    return _styled_figure(axes)
+
+def _axis_name(panel: Panel, stages: Collection[str]) -> str:
+    """Return the name of the axis that a chart shares with others: a stage, or empty for the run's steps."""
+    stage = panel.metric.partition("/")[0]
+    if stage in stages:
+        return stage
+    return ""
+
+
+def _chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
+    """Return the chart of a panel."""
+    values = [value for curve in curves for value in curve["values"]]
+    largest = max(abs(value) for value in values)
+    return {
+        "title": panel.title,
+        "axis": axis,
+        "limits": panel.limits,
+        "logarithmic": panel.logarithmic,
+        "stacked": stacked,
+        # A single value is a measurement, and not a curve that could rise or fall.
+        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT * largest,
+        "curves": curves,
+    }
+
+
+def _curve(
+    label: str,
+    colour: str,
+    steps: Sequence[int],
+    values: Sequence[float],
+    *,
+    thin: bool = False,
+    smooth: bool = False,
+) -> dict[str, Any]:
+    """Return one curve of a chart; a ``smooth`` one has a running mean, too."""
+    means = None
+    if smooth:
+        means = _rounded(smoothed(values))
+    return {
+        "label": label,
+        "colour": colour,
+        "thin": thin,
+        "steps": steps,
+        "values": _rounded(values),
+        "means": means,
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Return numbers with `_DIGITS` digits, which keeps pages small."""
+    return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
 def _set_title(axis: Axes, title: str) -> None:
-    """Set the title of a picture; a ``$`` in the name of a user's set does not begin a formula."""
+    """Set the title of a panel without parsing formulas: the name of a user's data set may contain ``$``."""
     axis.set_title(_shortened(title, 60), fontsize=10, loc="left").set_parse_math(False)
 
 
 def _shortened(name: str, max_characters: int = 32) -> str:
-    """Return a name that can be drawn: cut in the middle, and without halves of surrogate pairs."""
+    """Return a name that can be drawn: shortened in the middle, and without lone surrogates."""
     name = name.encode("utf-8", "replace").decode("utf-8")
     return name if len(name) <= max_characters else f"{name[: max_characters - 12]}…{name[-11:]}"
 
 
 def _axes(count: int) -> list[Axes]:
-    """Return the axes of a new figure with ``count`` pictures, at most `_COLUMNS` in a row."""
+    """Return the axes of a new figure with ``count`` panels, at most `_COLUMNS` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # A figure without any picture still needs axes.
+    # A figure needs at least one panel.
     columns = min(_COLUMNS, max(1, count))
     rows = max(1, -(-count // columns))
     width, height = _PANEL_INCHES
@@ -274,7 +332,7 @@ def _axes(count: int) -> list[Axes]:
 
 
 def _styled_figure(axes: Sequence[Axes]) -> Figure:
-    """Return the figure of the axes, with grid, labels and frame in the style of all pictures."""
+    """Set grid, labels and frame of the axes, and arrange them; return their figure."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
@@ -293,9 +351,10 @@ def _styled_figure(axes: Sequence[Axes]) -> Figure:
 
 
 def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Position every panel in the figure, with the margins that its texts need.
+    """Position every panel in the figure, with margins for its texts.
 
-    A layout engine measures every text and draws the figure twice, which takes three times as long as this.
+    matplotlib's layout engine measures every text and draws the figure twice, which takes three times as
+    long.
     """
     if any(len(axis.get_title(loc="left")) > _TITLE_CHARACTERS for axis in axes):
         figure.set_layout_engine("constrained")
@@ -306,7 +365,7 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
     rows = -(-len(axes) // columns)
 
     def place(index: int, left_margin: float) -> None:
-        """Place a panel; ``left_margin`` is in inches."""
+        """Position a panel; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
         axes[index].set_position(
             (
@@ -317,7 +376,7 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
             )
         )
 
-    # The height decides how many labels the vertical axes have, and they decide the left margin.
+    # The labels of the vertical axes depend on the panels' height, and the left margin on the labels.
     extents = [0.0]
     for index, axis in enumerate(axes):
         place(index, left_margin=0.0)
@@ -328,18 +387,11 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
         place(index, left_margin=max(extents) / figure.dpi + 0.1)
 
 
-def _svg(figure: Figure) -> bytes:
-    """Return a figure as SVG, without a date: equal runs have equal pictures."""
-    target = io.BytesIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
-
-
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw the curve of one metric."""
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
-    # A smoothed curve over the values, or points with labels for the first and the last value.
+    # Draw a smoothed curve over the values, or points with labels for the first and the last value.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
@@ -404,7 +456,7 @@ def _annotate(
 
 
 def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
-    """Return the seconds per step of the `STEP_PHASES` that took any time, in their order."""
+    """Return, for each of `STEP_PHASES` that has taken time, its seconds in each step."""
     seconds: dict[str, list[float]] = {}
     for name in STEP_PHASES:
         # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.
@@ -416,7 +468,7 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
 
 def _draw_times(axis: Axes, lines: Lines) -> None:
     """Draw the seconds of the steps' phases, stacked."""
-    # Smoothed, since a single slow step would hide the shares of the phases.
+    # Smoothed, since a single slow step would make the other steps' phases too small to see.
     seconds = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
     curves = [smoothed(values) for values in seconds.values()]

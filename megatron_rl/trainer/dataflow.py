@@ -1,8 +1,8 @@
-"""User-defined dataflow: a script that carries out the steps of a run.
+"""User-defined dataflow: a user's script that executes the steps of a run.
 
-The one idea: `Run.steps` are the steps of `train`, with its evaluation, checkpoints, metrics and stop rules,
-and the script is the body of each step. Every rank runs the same lines on the same values; each method here
-is collective over the world.
+The one idea: `Run.steps` yields the steps of `train`, with evaluation, checkpoints, metrics and stop rules
+around them, and the script is the body of each step. Every rank runs the same lines on the same values, and
+each method here is collective over the world.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_cou
 
 
 class Run:
-    """A run whose steps a script carries out, on the roles, engine and checkpoints of ``train``.
+    """A run whose steps a script executes, with the roles, engine and checkpoints of ``train``.
 
-    ``config``: YAML file, as for ``train``. ``overrides``: settings such as ``steps=20``, which replace the
-    file's. The algorithm of the configuration decides which roles there are; its pieces are used where the
-    script asks for them. Started again, a run resumes from its newest checkpoint, as ``train`` does.
+    ``config``: YAML file, as for ``train``. ``overrides``: settings such as ``steps=20``, which replace those
+    of the file. The configured algorithm determines which roles the run has, and provides default losses and
+    advantages. If the script is started again, the run resumes from its newest checkpoint, as with ``train``.
 
-    An exception inside the ``with`` block ends this process, and with it the job: no other rank waits for
-    ever. Raises UserErrors for an invalid configuration. Collective over the world.
+    An exception inside the ``with`` block ends this process and thereby the job, so that no other rank waits
+    forever. Raises UserErrors for an invalid configuration. Collective over the world.
 
     Example:
         ``with Run("run.yaml") as run:``
@@ -81,6 +81,7 @@ class Run:
         if report.warnings and process_rank() == 0:
             print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
         self.config: RunConfig = report.valid()
+        self._explicit_keys = report.explicit_keys()
         _reject_unsupported(self.config)
 
         self._stack = ExitStack()
@@ -89,20 +90,20 @@ class Run:
         self._step: RunStep | None = None
         self._is_complete = False
 
-        # What the script has done in the current step.
+        # Calls, batches and metrics of the current step.
         self._rounds = 0
         self._batches: list[ScoredBatch] = []
         self._metrics = Metrics()
         self._local_metrics = Metrics()
 
     def __enter__(self) -> Self:
-        """Build the roles, or restore them."""
-        self._job: Job = self._stack.enter_context(job(self.config))
+        """Build the roles, and restore the newest checkpoint if there is one."""
+        self._job: Job = self._stack.enter_context(job(self.config, self._explicit_keys))
         try:
             self._entered = Training(self._job)
             self._members = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
-            # As for an error in the block: this process reports it and ends, and with it the job.
+            # As for an error in the block: report it and end this process, and thereby the job.
             self._stack.__exit__(*sys.exc_info())
             raise
         return self
@@ -113,23 +114,24 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the job. After an exception this process ends here, with a report."""
+        """Leave the job. After an exception, report it and end this process."""
         if self._steps is not None:
             self._steps.close()
         if not self._is_complete and (error is None or isinstance(error, Stopped)):
-            # Release the servers: a resumed run would otherwise wait until this run's claim expires.
+            # Release the servers: a resumed run would otherwise wait until this run's lease expires.
             self._training.roles.close()
         self._stack.__exit__(kind, error, traceback)
 
     @property
     def _training(self) -> Training:
+        """Return the training state; raise RuntimeError outside the ``with`` block."""
         if self._entered is None:
             raise RuntimeError("a Run is used inside its `with` block")
         return self._entered
 
     @property
     def algorithm(self) -> Algorithm:
-        """Return the configured algorithm, with its pieces."""
+        """Return the configured algorithm: advantage estimator, losses and other components."""
         return self._training.algorithm
 
     @property
@@ -139,12 +141,12 @@ class Run:
 
     @property
     def actor(self) -> LearningRole:
-        """Return the actor, whose updates the rollout engine gets before it samples again."""
+        """Return the actor; its updates are synced to the rollout engine before the next generation."""
         return LearningRole(self, self._training.roles.actor, partial(policy_objective, self.algorithm))
 
     @property
     def critic(self) -> LearningRole:
-        """Return the critic; raises UserError without one."""
+        """Return the critic; raise UserError if the algorithm has none."""
         critic = self._training.roles.critic
         if critic is None:
             raise UserError(
@@ -159,9 +161,9 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps.
 
-        A new run first runs its stages (`sft`, `preference`, reward models). After each step its
-        metrics and samples are written, and pending evaluations and checkpoints are made; the model and the
-        report follow the last step. If the script leaves the loop earlier, the run can be resumed.
+        A new run first runs its stages (`sft`, `preference`, reward models). After the body of each step, its
+        metrics and samples are written, and scheduled evaluations and checkpoints follow. After the last step
+        the model and the report are written. If the script leaves the loop before, the run can be resumed.
         """
         training = self._training
         self._steps = training.steps()
@@ -178,7 +180,9 @@ class Run:
             if self._batches:
                 batch = concatenate_batches(self._batches)
                 local_metrics += batch.metrics
-            step.result = StepResult(self._metrics, local_metrics, batch, training.state.algorithm)
+            step.result = StepResult(
+                self._metrics, local_metrics, batch, training.state.algorithm, advantages=None
+            )
             self._step = None
         self._is_complete = True
 
@@ -189,13 +193,14 @@ class Run:
         *,
         greedy: bool = False,
     ) -> Rollouts:
-        """Sample responses to P prompts from the actor's weights: [P * samples] rows.
+        """Sample responses to P prompts with the actor's weights: P * ``samples`` rows.
 
-        The weights are the current ones unless `hybrid_engine.every` says otherwise.
+        With `hybrid_engine.every` above 1, the weights may be up to that number of updates old. The rows of a
+        prompt are consecutive and have the same ``group``. The seed depends on the step and on the number of
+        earlier calls in the step.
 
-        The rows of a prompt are consecutive, with the same ``group``. ``samples`` None:
-        `batch.samples_per_prompt`. ``greedy``: the most likely tokens, without filters. The seed depends on
-        the step and on the number of earlier calls in it.
+        ``samples``: responses per prompt, or None for `batch.samples_per_prompt`.
+        ``greedy``: always select the most likely token, without filters.
         """
         training = self._training
         roles = training.roles
@@ -216,8 +221,8 @@ class Run:
     def rewards(self, prompts: PromptBatch, rollouts: Rollouts) -> Scores:
         """Compute the rewards of the rows that `generate` returned for ``prompts``.
 
-        ``rewards`` [B] are NaN, never 0, where ``valid`` [B] is false: a reward failed. The rows are the
-        step's samples, in its table and its metrics.
+        In the returned scores, ``valid`` [B] is false for rows whose reward failed, and their ``rewards`` [B]
+        are NaN. The rows are added to the step's sample table and metrics.
         """
         training = self._training
         sampled = SampledBatch(prompts, rollouts, None, Metrics())
@@ -227,13 +232,14 @@ class Run:
         return batch.scores
 
     def score(self, rollouts: Rollouts, scores: Scores) -> Scores:
-        """Return the scores with log-probs and values of the rows: of the actor and every frozen role.
+        """Add the log-probs and values of the run's roles to the rows' scores.
 
-        ``old_log_probs`` and ``entropy`` [N] of the actor, ``ref_log_probs`` [N] of a reference, ``values``
-        [N] of a critic, where the algorithm has them. Raises MismatchError if the actor's log-probs differ
-        from the engine's by more than `mismatch.stop`.
+        These are ``old_log_probs`` and ``entropy`` [N] of the actor and, if the algorithm needs them,
+        ``ref_log_probs`` [N] of a reference and ``values`` [N] of a critic. Raises MismatchError if the
+        actor's log-probs differ from the engine's by more than `mismatch.stop`.
         """
         training = self._training
+        had_valid_rows = bool(scores.valid.any())
         batch = ScoredBatch(_no_prompts(), rollouts, scores, ())
         with training.phases("score"):
             batch = compute_log_probs(
@@ -245,6 +251,20 @@ class Run:
                 actor_scores=True,
             )
         scores = batch.scores
+        self._local_metrics += batch.metrics
+
+        # Only a teacher's server makes rows invalid here.
+        if had_valid_rows and not bool(scores.valid.any()):
+            message = "failures on the rank that sends the requests"
+            if batch.failures:
+                message = batch.failures[0].message
+            raise UserError(
+                "the teacher's server returned no log-probs",
+                where="teacher_server.url",
+                expected="log-probs of the step's rows",
+                got=message,
+                fix="start the server again, and resume the run",
+            )
 
         version = training.roles.hybrid_engine.version
         valid = valid_rows(rollouts, scores, self.algorithm)
@@ -252,9 +272,9 @@ class Run:
         return scores
 
     def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:
-        """Return the training batch of the configured algorithm: its advantages, returns and corrections.
+        """Compute the training batch of the configured algorithm: advantages, returns and corrections.
 
-        Raises UserError if no token is left to learn from.
+        Raises UserError if no token has a loss, because filters have removed all.
         """
         training = self._training
         with training.phases("estimate"):
@@ -269,16 +289,23 @@ class Run:
         advantages: Tensor,
         scores: Scores | None = None,
     ) -> TrainBatch:
-        """Return a training batch with ``advantages`` of the script's own, [B] or [N].
+        """Return a training batch with advantages that the script has computed, [B] or [N].
 
-        Rows whose advantage is NaN are left out. ``scores`` adds the log-probs that `score` found.
+        Tokens whose advantage is NaN are not trained on. ``scores``: result of `score`, whose log-probs are
+        added to the batch; None for a loss that does not need them.
         """
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
         mask = rollouts.response_mask & ~advantages.isnan()
         batch = replace(train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
         if scores is not None:
-            batch = replace(batch, old_log_probs=scores.old_log_probs, ref_log_probs=scores.ref_log_probs)
+            batch = replace(
+                batch,
+                old_log_probs=scores.old_log_probs,
+                ref_log_probs=scores.ref_log_probs,
+                teacher_top_ids=scores.teacher_top_ids,
+                teacher_top_log_probs=scores.teacher_top_log_probs,
+            )
         return batch
 
     def pairs(
@@ -290,8 +317,8 @@ class Run:
     ) -> Pairs:
         """Return pairs of rows for a preference loss: row ``chosen[i]`` is preferred to ``rejected[i]``.
 
-        Pairs with an empty response are left out. ``scores`` adds the log-probs that `score` found, which
-        losses with a reference read.
+        Pairs with an empty response are omitted. ``scores``: result of `score`, whose log-probs are added to
+        the pairs; losses with a reference need them.
         """
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         pair_rows: list[int] = []
@@ -299,7 +326,7 @@ class Run:
             if all(int(counts[row]) for row in pair):
                 pair_rows.extend(pair)
 
-        # The rows of a pair are a group, which stays in one mini-batch.
+        # The two rows of a pair form a group, and groups are never split over mini-batches.
         batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(pair_rows)
         return Pairs(
             replace(
@@ -311,14 +338,17 @@ class Run:
 
     @property
     def _current(self) -> RunStep:
+        """Return the current step; raise RuntimeError outside the loop over `steps`."""
         if self._step is None:
             raise RuntimeError("generate, score and update are called inside the loop over run.steps()")
         return self._step
 
     def _draw(self) -> PromptBatch:
+        """Return the next prompts of the training data."""
         return self._training.prompts.next(self.config.batch.prompts_per_step)
 
     def _log(self, values: Metrics | Mapping[str, float]) -> None:
+        """Add metrics to those of the current step."""
         if not isinstance(values, Metrics):
             values = Metrics.of(values)
         self._metrics += values
@@ -335,7 +365,7 @@ class Run:
         algorithm = self.algorithm
         options: dict[str, Any] = {}
         if isinstance(batch, Pairs):
-            # A mean over pairs, whose rows stay in one micro-batch.
+            # The loss is a mean over pairs; the two rows of a pair must be in the same micro-batch.
             algorithm = replace(algorithm, aggregation=SeqMeanTokenSum())
             options["unit"] = PAIR
             batch = batch.rows
@@ -359,7 +389,7 @@ class Pairs:
     """Pairs of rows for a preference loss, see `Run.pairs`."""
 
     rows: TrainBatch
-    """[2 P] rows, chosen and rejected in turns."""
+    """2 P rows: chosen and rejected row of each of P pairs."""
 
     def __len__(self) -> int:
         return len(self.rows) // PAIR
@@ -368,7 +398,7 @@ class Pairs:
 class Step:
     """One step of a run.
 
-    ``number``: from 1; a resumed run continues it.
+    ``number``: number of the step, from 1; a resumed run continues the numbering.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -378,18 +408,18 @@ class Step:
 
     @property
     def prompts(self) -> PromptBatch:
-        """Return the step's prompts of `data.train`, `batch.prompts_per_step` of them."""
+        """Return the step's prompts: the next `batch.prompts_per_step` of `data.train`."""
         if self._prompts is None:
             self._prompts = self._run._draw()
         return self._prompts
 
     def log(self, values: Metrics | Mapping[str, float]) -> None:
-        """Add metrics to the step's line; they must be equal on every rank. Names are ``group/name``."""
+        """Add metrics, named ``group/name``, to the step; they must be equal on every rank."""
         self._run._log(values)
 
 
 class LearningRole:
-    """Actor or critic of a `Run`."""
+    """Actor or critic of a `Run`, whose weights a script updates."""
 
     def __init__(self, run: Run, role: ModelRole, objective: Objective) -> None:
         self._run = run
@@ -404,33 +434,40 @@ class LearningRole:
         optimizer_steps: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """Train on a batch, and add its metrics to the step's.
+        """Train on a batch, and add the metrics of the updates to the step's.
 
-        ``loss``: ``loss(rows, log_probs, entropy)`` of a micro-batch returns ``sum(rows.loss_weights * l)``
-        and `Metrics`; weights have the denominators of the whole mini-batch, so that sums of micro-batches
-        and ranks are exact. For a critic it is ``loss(rows, values)``. None: the loss of the configured
-        algorithm, DPO for pairs. ``optimizer_steps`` and ``epochs`` None: the settings of `batch`.
+        ``loss``: function ``loss(rows, log_probs, entropy)`` of a micro-batch, or ``loss(rows, values)`` for
+            a critic. It returns ``sum(rows.loss_weights * l)`` with losses ``l`` per token, and `Metrics`.
+            The weights contain the denominator of the whole mini-batch, so that sums over micro-batches and
+            ranks are exact. None for the configured algorithm's loss, or DPO for pairs.
+        ``optimizer_steps``: number of mini-batches, or None for `batch.optimizer_steps`.
+        ``epochs``: number of passes over the batch, or None for `batch.epochs`.
         """
         objective = loss or self._objective
+        if loss is not None and isinstance(batch, TrainBatch):
+            # Only the configured loss reads the log-probs of a teacher's tokens.
+            batch = replace(batch, teacher_top_ids=None, teacher_top_log_probs=None)
         if loss is None and isinstance(batch, Pairs):
             objective = partial(preference_objective, PreferenceSettings())
         self._run._update(self._role, batch, objective, optimizer_steps, epochs)
 
 
 def _no_prompts() -> PromptBatch:
-    """Return a batch without prompts, for scores that read none."""
+    """Return an empty batch of prompts, for computations that do not use prompts."""
     empty = torch.zeros(0, dtype=torch.long)
     return PromptBatch(empty, empty, empty, (), (), (), (), ())
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings of the trainer's own step, which the script replaces."""
+    """Raise UserErrors for settings that only have an effect in the steps of ``train``."""
     settings = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
         "rollout.filters.refill": config.rollout.filters.refill,
-        # Such limits follow response lengths, which only the trainer's own source of responses records.
+        # A script computes log-probs of rows without their prompts, which have the tasks.
+        "teachers": config.teachers,
+        # Automatic limits need response lengths, which only `RolloutSource` of ``train`` records.
         "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }
 

@@ -1,4 +1,4 @@
-"""Steps of reinforcement learning inside a Megatron training script of the user's own."""
+"""Steps of reinforcement learning inside a user's Megatron training script."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from megatron_rl.trainer.state import TrainerState
 class EmbeddedTrainer:
     """Reinforcement learning on the model of a Megatron training script, one step per call.
 
-    ``config``: YAML file with data, reward, rollout, algorithm and batch. Its ``model.path`` has the
-        config.json and the tokenizer; its layout, precision and optimizer of the actor are ignored.
+    ``config``: YAML file with data, reward, rollout, algorithm and batch. The folder `model.path` provides
+        config.json and the tokenizer. The file's layout, precision and optimizer of the actor are ignored.
     ``model``: DDP chunks, as Megatron-LM's setup_model_and_optimizer returns them.
     ``optimizer``, ``scheduler``: optimizer and learning-rate scheduler from the same function.
     ``increment``: argument of ``scheduler.step`` after each optimizer step.
-    ``overrides``: settings such as ``batch.prompts_per_step=8``, which replace the file's settings.
+    ``overrides``: settings such as ``batch.prompts_per_step=8``, which replace those of the file.
 
-    Arguments, layout, optimizer, timers and checkpoints belong to the script, which saves `state_dict` in its
-    checkpoints. Training starts from the weights that ``model`` has. Raises UserErrors for settings that do
-    not fit. Construction and `step` are collective over the world.
+    Training starts from the current weights of ``model``. The script is responsible for layout, optimizer,
+    timers and checkpoints, in which it must include `state_dict`. Raises UserErrors for settings that the
+    script's model does not support. Construction and `step` are collective over the world.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EmbeddedTrainer:
         increment: int = 1,
         overrides: Iterable[str] = (),
     ) -> None:
-        # The script has started communication already; this only finds its device.
+        # The script has already initialised communication; this only selects its device.
         device.initialize()
         require_set_up(model, optimizer, scheduler)
         self.config = _checked_config(config, model, overrides)
@@ -71,7 +71,7 @@ class EmbeddedTrainer:
 
         # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
-        adopted_optimizer = Optimizer.adopted(parallel_model, optimizer, scheduler, increment)
+        adopted_optimizer = Optimizer.from_script(parallel_model, optimizer, scheduler, increment)
         actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
         self.roles = build_roles(
             self.config,
@@ -81,7 +81,7 @@ class EmbeddedTrainer:
             actor=actor,
         )
 
-        # The script's ranks all sample and learn, so batches are never sampled ahead.
+        # All ranks of the script both sample and train, so batches are never sampled ahead.
         source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
         self._batches = SameStepBatches(
             self.config,
@@ -94,8 +94,8 @@ class EmbeddedTrainer:
         self._phases = Phases()
 
     def step(self) -> dict[str, float]:
-        """Sample, compute rewards and update the weights once; return the metrics, the same on every rank."""
-        # The phases name the step in errors and in the hang detector's report.
+        """Run one step: sample, compute rewards, update the weights; return metrics, equal on all ranks."""
+        # Errors and the hang detector's report contain the step from ``phases``.
         state = self.state
         phases = self._phases
         phases.step = state.step + 1
@@ -109,7 +109,7 @@ class EmbeddedTrainer:
             phases.step,
             phases,
         )
-        assert result is not None, "every rank of a training script learns"
+        assert result is not None, "every rank of a training script trains"
 
         state.step = phases.step
         state.algorithm = result.algorithm_state
@@ -119,13 +119,13 @@ class EmbeddedTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save with the script's model, optimizer, schedule and RNG state.
 
-        It has the step, the position in the data, the algorithm's state and the responses that are unfinished
-        or not learned from yet. It is small and the same on every rank, so that one rank can save it.
+        It contains the step, the position in the data, the algorithm's state, and responses that are
+        unfinished or not trained on yet. It is small and equal on all ranks, so that one rank can save it.
         """
         return self.state.state_dict(self.roles)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, with the model and the optimizer of the same step."""
+        """Restore the result of `state_dict`; the script restores model and optimizer of the same step."""
         self.state.load_state_dict(state, self.roles)
 
     def close(self) -> None:
@@ -134,11 +134,11 @@ class EmbeddedTrainer:
 
 
 def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterable[str]) -> RunConfig:
-    """Return the resolved configuration, with layout and dtype of the script's model.
+    """Return the resolved configuration, with the layout and dtype of the script's model.
 
-    Raises UserErrors for settings that are invalid or have no effect here.
+    Raises UserErrors for settings that are invalid or not supported here.
     """
-    # The memory estimate and the checks need the layout and dtype of the script's model.
+    # Memory estimate and checks must use the layout and dtype of the script's model.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
 
@@ -153,11 +153,10 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings of an actor that the script's own model cannot have."""
+    """Raise UserErrors for settings that need an actor, other models or stages that this package builds."""
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
 
-    # Each needs an actor, or further models and stages, that this package builds itself.
     unsupported = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,
@@ -180,7 +179,7 @@ def _reject_unsupported(config: RunConfig) -> None:
 
 
 def _unsupported_error(key: str) -> UserError:
-    """Return the error of a setting that a training script's own model cannot have."""
+    """Return the error of a setting that is not supported with a training script's model."""
     expected = "every rank of the script" if key == "actor.layout.ranks" else "its default"
     change = "choose an algorithm without a critic" if key == "critic" else f"remove {key}"
     return UserError(

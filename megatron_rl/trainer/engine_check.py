@@ -1,9 +1,9 @@
 """Comparison of the rollout engine with the trainer at the start of a run, before its first step.
 
-An engine starts with random weights, and its first real ones are written by a weight sync. Checksums prove
-that they arrived, not that the engine computes with them: some layers compute with a packed or derived copy
-of their weights, which a write reaches only if the copy is made again. So each replica samples a few tokens
-after the first sync, and the trainer computes their log-probs from the weights that it sent.
+An engine starts with random weights, and the first weight sync writes the real ones. Checksums prove that the
+weights have arrived, but not that the engine computes with them: some layers compute with a packed or derived
+copy of their weights, which must be created again after a write. So each replica samples a few tokens after
+the first sync, and the trainer computes their log-probs with the weights that it sent.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import Rollouts, SamplingParameters
 
 _PROMPT_TOKENS = 16
-"""Most tokens of a prompt: a prefill of several tokens, and no full block of a prefix cache."""
+"""Maximum number of prompt tokens: more than one to test prefill, less than a block of a prefix cache."""
 
 _RESPONSE_TOKENS = 8
-"""Most tokens of a response: enough decoding steps for layers that keep a state between tokens."""
+"""Maximum number of tokens of a response: enough decoding steps for layers with a recurrent state."""
 
 _REQUESTS = 2
-"""Fewest requests to a replica, since engines compute several rows in another way than one."""
+"""Minimum number of requests to a replica, since engines use other kernels for several rows than for one."""
 
 
 def check_engine(config: RunConfig, roles: Roles) -> Metrics:
     """Sync the engine, sample a few tokens on each replica and compare their log-probs with the trainer's.
 
-    Prompts are random tokens of the vocabulary; sampling has temperature 1 and no filters. Raises UserError
-    on all ranks if the mean absolute difference is above ``mismatch.stop``, or above its default for the
-    model's dtype where that is larger. Returns the metrics of the sync. Collective over the world.
+    Prompts are random tokens of the vocabulary, and sampling has temperature 1 and no filters. Raises
+    UserError on all ranks if the mean absolute difference is above the larger of `mismatch.stop` and its
+    default for the model's dtype. Returns the metrics of the sync. Collective over the world.
     """
     requests = _requests(config)
-    # The trainer computes with the newest weights, so the engine needs them too.
+    # The trainer computes with the newest weights, so the engine must have them.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         completions = _sample(roles, requests)
 
-    # The ranks of a replica have the same completions, so one of them reports; then every rank has all rows.
+    # One rank per replica has completions to gather; after the gather, every rank has all rows.
     world = ReplicaGroup()
     gathered = chain.from_iterable(world.gather_objects(completions))
     rollouts = _rollouts(requests, gathered, roles.hybrid_engine.version)
@@ -60,7 +60,7 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
             where="rollout.engine",
             expected=f"up to {requests[0].limit} tokens for each of {len(requests)} requests to each replica",
             got="no token",
-            fix="see the engine's own messages above",
+            fix="see the engine's messages above",
         )
 
     log_probs = world.gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
@@ -69,10 +69,10 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 
 def _requests(config: RunConfig) -> list[GenerationRequest]:
-    """Return the requests to each replica, the same in every run of a model."""
+    """Return the requests to each replica, which are equal in all runs of a model."""
     # At least one per server: a client sends consecutive requests to different servers.
     count = max(_REQUESTS, len(config.rollout.server.urls))
-    # Engines refuse requests that are longer than the rows of the run.
+    # Engines reject requests with more tokens than the longest row of the run.
     max_tokens = longest_row(config)
     prompt_tokens = min(_PROMPT_TOKENS, max(1, max_tokens // 2))
     limit = min(_RESPONSE_TOKENS, max_tokens - prompt_tokens)
@@ -88,7 +88,7 @@ def _requests(config: RunConfig) -> list[GenerationRequest]:
 
 
 def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
-    """Return the completions of this rank's replica; empty on all ranks but the first of each replica.
+    """Sample the requests; return the completions on the first rank of each replica, [] on other ranks.
 
     Collective over the ranks of a replica.
     """
@@ -110,10 +110,10 @@ def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]
 def _rollouts(
     requests: list[GenerationRequest], completions: Iterable[Completion], version: int
 ) -> Rollouts | None:
-    """Return the rows of the completions that have tokens, None without any."""
+    """Return the completions with tokens as a ragged batch, or None if no completion has tokens."""
     sequences = []
     for completion in completions:
-        # A server that was lost fails its requests. The run tolerates that, so this check does, too.
+        # The requests of a lost server fail. A run tolerates lost servers, so this check must, too.
         if not completion.tokens:
             continue
         request = requests[completion.number]
@@ -128,13 +128,13 @@ def _rollouts(
 
 
 def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor) -> None:
-    """Raise UserError if trainer and engine differ by more than rounding explains."""
+    """Raise UserError if log-probs of trainer and engine differ by more than rounding can explain."""
     mask = rollouts.response_mask
     difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
     mean = float(difference.mean())
 
-    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, for which
-    # `mismatch.stop` is meant.
+    # At least the default: the mean over a few tokens of random prompts has more variance than the mean over
+    # a batch, to which `mismatch.stop` normally applies.
     assert config.mismatch.stop is not None
     _, default_stop, _ = default_mismatch(config.model.dtype)
     bound = max(config.mismatch.stop, default_stop)

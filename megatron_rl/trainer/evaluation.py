@@ -1,4 +1,4 @@
-"""Evaluation on held-out sets: answers of the current policy, their rewards and statistics."""
+"""Evaluation on held-out sets: the current policy's responses (answers), their rewards and statistics."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ CORRECT_REWARD = 1.0
 RESAMPLES = 1000
 """Bootstrap resamples of an interval: enough for two digits of a 95% interval."""
 SUBSETS = 200
-"""Random subsets of a prompt's answers over which majority@k is a mean, if k is not all of them."""
+"""Number of random subsets of k answers over which majority@k is averaged, for more than k answers."""
 _TAIL_PERCENT = 2.5
-"""Percentage of the resamples below a 95% interval, and of those above it."""
+"""Percentage of resamples below a 95% interval, which is also the percentage above it."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts of one held-out set, with the functions that reward the answers.
+    """Prompts of one held-out set, with the functions that evaluate the answers.
 
-    Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, its prompts once each, and no
-    ``reward`` of its own.
+    Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, each prompt once in
+    ``prompts``, and ``reward=None``.
     """
 
     name: str
-    """Name of the set; its metrics are ``eval/NAME/...``."""
+    """Name of the set; its metrics are named ``eval/NAME/...``."""
     settings: EvaluationSetConfig
-    """Section of the set, such as its number of samples per prompt."""
+    """Configuration of the set, such as its number of samples per prompt."""
     prompts: PromptBatch
-    """[P] prompts with the set's sampling parameters."""
+    """The set's P prompts, with its sampling parameters."""
     reward: RewardRole | None
-    """Reward function of the set, None if the run's own rewards are used."""
+    """Reward function of the set, or None if answers are rewarded like the run's training samples."""
     evaluators: Mapping[str, RewardRole]
-    """Further functions by name, whose results are metrics and no rewards."""
+    """Name -> additional function, whose results are only metrics."""
 
     def close(self) -> None:
         """End the processes of the set's functions."""
@@ -70,37 +70,37 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Rewarded answers to one set, the same value on every rank except for ``failures``."""
+    """Answers to one set with their rewards, equal on all ranks except for ``failures``."""
 
     name: str
     """Name of the set."""
     metrics: Metrics
     """Metrics of the set, named ``eval/NAME/...``."""
     prompts: PromptBatch
-    """One entry per answer."""
+    """Prompt of each answer."""
     rollouts: Rollouts
-    """The answers, those to one prompt consecutive."""
+    """The answers; answers to the same prompt are consecutive."""
     rewards: Tensor
-    """[B] float32, NaN if the reward failed."""
+    """Reward of each answer, [B] float32, NaN if it failed."""
     reasons: tuple[str | None, ...]
-    """[B], why an answer has no reward; None if it has one."""
+    """Reason of each failed reward, or None for valid rewards: B entries."""
     failures: tuple[tuple[str, Failure], ...]
-    """Examples of failures on this rank, each with the name of the reward or evaluator that failed."""
+    """Examples of failures on this rank: (name of the reward or evaluator that failed, failure)."""
 
 
 def evaluation_sets(
     config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Any
 ) -> tuple[EvaluationSet, ...]:
-    """Return the configured sets with their functions loaded; raise UserError if a function cannot be loaded.
+    """Create the configured evaluation sets; raise UserError if one of their functions cannot be loaded.
 
-    ``sources``: prompts by name of the set.
+    ``sources``: name of a set -> its prompts.
     """
     sets: list[EvaluationSet] = []
     for name, source in sources.items():
         settings = config.evaluation.sets[name]
         path = f"evaluation.sets.{name}"
 
-        # A set without a function of its own is rewarded as the training samples are.
+        # A set without a reward function uses the rewards of the training samples.
         reward = None
         if settings.reward is not None:
             reward = _function_role(config, settings.reward, f"{path}.reward", tokenizer)
@@ -109,7 +109,7 @@ def evaluation_sets(
             for key, function in settings.evaluators.items()
         }
 
-        prompts = source.everything(settings.max_prompts, settings.temperature, settings.top_p)
+        prompts = source.in_file_order(settings.max_prompts, settings.temperature, settings.top_p)
         sets.append(EvaluationSet(name, settings, prompts, reward, evaluators))
     return tuple(sets)
 
@@ -120,34 +120,37 @@ def _function_role(
     path: str,
     tokenizer: Any,
 ) -> RewardRole:
-    """Return a role that calls one function, with the time and resource limits of the run's rewards."""
+    """Create a role that calls one function, with the time and resource limits of the run's rewards.
+
+    ``path``: configuration key of the function, for errors.
+    """
     return RewardRole(config.reward.of_function(function), tokenizer, path)
 
 
 def evaluate(
     roles: Roles, sets: Sequence[EvaluationSet], seed: int
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Sample and reward responses to each set; return the results and the metrics of the weight sync.
+    """Sample and reward answers to each set; return the results and the metrics of the weight sync.
 
-    ``eval/NAME/accuracy`` is the fraction of answers with a reward of at least `CORRECT_REWARD` among all
-    answers; with several scorers, the rewards of the first one count. An answer whose reward failed is not
-    correct. ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other
-    metrics. Collective over the world.
+    ``eval/NAME/accuracy`` is the fraction of answers whose reward is at least `CORRECT_REWARD`; with several
+    scorers, only the first one's reward is used. An answer whose reward failed is not correct.
+    ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other metrics.
+    Collective over the world.
     """
     world = ReplicaGroup()
-    # The weights to evaluate are the newest, also where responses are sampled from older ones.
+    # Evaluate the newest weights, even if training responses are sampled from older ones.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
         answers = [gather_complete(roles.rollout, item, world) for item in pending]
 
-    # The sync's sums are seconds of a step; here they are part of time/evaluate already.
+    # Drop the sync's sums, which are seconds of a step: here time/evaluate already includes them.
     return reward_answers(roles, sets, answers), Metrics({}, sync_metrics.maxima)
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
-    """Sample responses to each set on the rollout's ranks, with the engine's weights; others return at once.
+    """Sample answers to each set with the engine's weights, on the rollout's ranks.
 
-    Collective over the rollout's ranks.
+    Returns immediately on other ranks. Collective over the rollout's ranks.
     """
     version = roles.hybrid_engine.version
     return [
@@ -183,13 +186,13 @@ def _reward_set(
     rewards = result.scores.rewards
     valid = result.scores.valid
 
-    # With several scorers the first one decides whether an answer is correct, not the weighted sum.
+    # With several scorers, the first scorer's reward determines whether an answer is correct, not the sum.
     marks = rewards
     if not roles.has_single_scorer:
         marks = result.scores.components[roles.reward.first_scorer]
     correct = valid & (marks >= CORRECT_REWARD)
 
-    # Means over all answers, except for the reward, which failed answers do not have.
+    # All are means over all answers, except for the reward: failed answers have none.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean(
@@ -199,12 +202,12 @@ def _reward_set(
     )
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
-    # Statistics of several answers per prompt, computed alike on every rank.
+    # Statistics over several answers per prompt, which every rank computes with the same result.
     texts = roles.reward.responses(rollouts)
     statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
-    # Evaluators get the same answers; their failures are reported with those of the reward.
+    # Run the evaluators on the same answers, and report their failures together with those of the reward.
     failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
     for key, role in evaluation_set.evaluators.items():
         evaluator_metrics, evaluator_failures = _run_evaluator(
@@ -230,7 +233,10 @@ def _answer_statistics(
     correct: Tensor,
     texts: Sequence[str],
 ) -> dict[str, float]:
-    """Return pass@k, majority@k, their intervals and the diversity of the answers to a set."""
+    """Return pass@k, majority@k, 95% intervals and the diversity of the answers to a set, by name.
+
+    ``correct``: [B] bool. ``texts``: the answers as text.
+    """
     samples = evaluation_set.settings.samples
     marks = correct.view(-1, samples).numpy().astype(float)
 
@@ -238,7 +244,7 @@ def _answer_statistics(
     votes = [marked_answer(text) or text.strip() for text in texts]
     votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
 
-    # Per prompt, [P] each: the bootstrap resamples prompts.
+    # Estimates per prompt, [P] each, since the bootstrap resamples prompts.
     estimates = {"accuracy": marks.mean(axis=1)}
     for count in evaluation_set.settings.draws():
         estimates[f"pass_at_{count}"] = pass_at(marks, count)
@@ -249,7 +255,7 @@ def _answer_statistics(
         statistics[f"{key}_low"] = low
         statistics[f"{key}_high"] = high
 
-    # The response tokens of each answer.
+    # Split the response tokens by answer.
     ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
     responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), ends)
     return statistics | diversity(responses, samples)
@@ -262,9 +268,9 @@ def _run_evaluator(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
-    """Return the means of one evaluator's results over the answers on which it succeeded.
+    """Run one evaluator; return the means of its results over the answers on which it succeeded.
 
-    Collective over the world.
+    Also returns its failures on this rank. ``name`` is the metrics' prefix. Collective over the world.
     """
     (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
@@ -290,7 +296,7 @@ def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[st
 
 
 def pass_at(correct: ndarray, count: int) -> ndarray:
-    """Return for each prompt the probability that at least one of ``count`` answers is correct: [P].
+    """Estimate pass@k: the probability that at least one of ``count`` answers to a prompt is correct, [P].
 
     ``correct``: [P, n], 1 for a correct answer. With c correct answers of n, the unbiased estimate is
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
@@ -302,7 +308,7 @@ def pass_at(correct: ndarray, count: int) -> ndarray:
     samples = correct.shape[1]
     incorrect = samples - correct.sum(axis=1)
 
-    # The probability that every draw is incorrect, as a product: binomials of large n overflow.
+    # Compute the probability that every draw is incorrect as a product: binomials of large n overflow.
     all_incorrect = numpy.ones(len(correct))
     for draw in range(count):
         all_incorrect *= numpy.clip(incorrect - draw, 0, None) / (samples - draw)
@@ -310,10 +316,11 @@ def pass_at(correct: ndarray, count: int) -> ndarray:
 
 
 def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) -> ndarray:
-    """Return for each prompt the probability that the most frequent of ``count`` answers is correct: [P].
+    """Estimate majority@k: the probability that the most frequent of k answers to a prompt is correct, [P].
 
-    ``votes``: the n answers to each prompt. For k < n answers it is a mean over random subsets, which are the
-    same in every call; equally frequent answers share the vote (Wang et al. 2022, arXiv 2203.11171).
+    ``correct``: [P, n], 1 for a correct answer. ``votes``: the n answers to each prompt as text. ``count``:
+    k. For k < n the estimate is a mean over random subsets, which are the same in every call. Equally
+    frequent answers share the vote (Wang et al. 2022, arXiv 2203.11171).
     """
     generator = numpy.random.default_rng(0)
     samples = correct.shape[1]
@@ -323,16 +330,16 @@ def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) ->
         _, answers = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
         distinct_count = int(answers.max()) + 1
         frequency = numpy.bincount(answers, minlength=distinct_count)
-        # Equal texts can be marked differently: the fraction that is correct counts.
+        # A reward may differ for equal texts, so their credit is the fraction that is correct.
         credit = numpy.bincount(answers, correct[prompt], distinct_count) / frequency
 
-        # Subsets of the answers: all of them, or random ones.
+        # One subset with all answers, or random subsets.
         if count == samples:
             subsets = answers[None, :]
         else:
             subsets = answers[generator.random((SUBSETS, samples)).argsort(axis=1)[:, :count]]
 
-        # Votes per distinct text in each subset; equally frequent texts share the win.
+        # Count the votes for each distinct text in each subset; equally frequent texts share the win.
         counts = (subsets[:, :, None] == numpy.arange(distinct_count)).sum(axis=1)
         winners = counts == counts.max(axis=1, keepdims=True)
         probabilities[prompt] = ((winners * credit).sum(axis=1) / winners.sum(axis=1)).mean()
@@ -342,11 +349,11 @@ def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) ->
 def intervals(
     values: Mapping[str, ndarray],
 ) -> dict[str, tuple[float, float]]:
-    """Return the 95% bootstrap interval of the mean over prompts of each [P] array.
+    """Return, for each [P] array, the 95% bootstrap interval (low, high) of its mean over prompts.
 
     Prompts are drawn with replacement; the draws are the same for all arrays and in every call.
     """
-    # [P, estimates]: one resample of prompts serves all estimates.
+    # [P, arrays], so that all arrays use the same resamples of prompts.
     stacked = numpy.stack(list(values.values()), axis=1)
     generator = numpy.random.default_rng(0)
     means = [
@@ -357,10 +364,12 @@ def intervals(
 
 
 def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
-    """Return the diversity of responses, given as token ids, ``samples`` consecutive ones per prompt.
+    """Return measures of the diversity of responses.
 
-    ``distinct_n``: distinct n-grams as a fraction of all n-grams in the answers to a prompt, mean over
-    prompts (Li et al. 2016, arXiv 1510.03055).
+    ``responses``: token ids of each response, with ``samples`` consecutive ones per prompt. Keys:
+
+    ``distinct_1``, ``distinct_2``: distinct n-grams as a fraction of all n-grams in the responses to a
+    prompt, mean over prompts (Li et al. 2016, arXiv 1510.03055).
     ``ngram_entropy``: entropy of the 2-grams of all responses, in nats.
     ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
     """
@@ -376,7 +385,7 @@ def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
 
 
 def _ngrams(responses: Sequence[ndarray], length: int) -> ndarray:
-    """Return the n-grams of all responses, without n-grams across two responses: [count, length] int64."""
+    """Return the n-grams within each of the responses, concatenated: [count, length] int64."""
     windows = [
         numpy.lib.stride_tricks.sliding_window_view(response, length)
         for response in responses
@@ -388,11 +397,12 @@ def _ngrams(responses: Sequence[ndarray], length: int) -> ndarray:
 
 
 def _distinct_fraction(ngrams: ndarray) -> float:
-    """Return the number of distinct n-grams as a fraction of all n-grams, 1 without any."""
+    """Return the number of distinct n-grams as a fraction of all n-grams, or 1 if there are none."""
     if not len(ngrams):
         return 1.0
     return len(numpy.unique(ngrams, axis=0)) / len(ngrams)
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the values, or NaN if there are none."""
     return math.fsum(values) / len(values) if values else math.nan

@@ -1,7 +1,7 @@
-"""Health rules during a run: each step's metrics against the bands of `config.health`.
+"""Health rules during a run: each rule compares a metric of each step with a band from `config.health`.
 
-The one idea: the rules read metrics that are on the main rank already, and their state is plain values in the
-checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
+The one idea: the rules use metrics that the main rank has anyway, and checkpoints contain their state, so
+that a resumed run prints the same warnings as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from megatron_rl.trainer.logging import spans
 PREFIX = "health/"
 """Group of the rules' metrics."""
 PAGE = "docs/health.md"
-"""Page that describes the rules."""
+"""Documentation page about the rules."""
 
 
 @dataclass
 class RuleState:
     """State of one rule between steps: plain values, which checkpoints contain.
 
-    Example: a rule that fires after 3 measurements has, after two of 0.2 and 0.3 outside of its band at steps
-    7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
+    Example: a rule that fires after 3 measurements outside its band has, after two such measurements of 0.2
+    and 0.3 at steps 7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
     """
 
     firing: bool = False
-    """Whether the rule fires."""
+    """Whether the rule fires: the metric has been outside its band for `HealthRule.steps` measurements."""
     measured: bool = False
-    """Whether the run has had the rule's metrics."""
+    """Whether any step of the run had the rule's metrics."""
     begun: int = 0
-    """Step after which it began to fire."""
+    """Step after which the rule started to fire."""
     changed: list[tuple[int, float]] = field(default_factory=list)
-    """Step and value of the last consecutive measurements that contradict ``firing``."""
+    """(step, value) of the last consecutive measurements that contradict ``firing``."""
     memory: dict[str, list[float]] = field(default_factory=dict)
-    """Earlier values that measures compare with."""
+    """Values of earlier steps that the rule's measure needs."""
 
 
 class HealthMonitor:
     """The health rules of a run on the main rank, which has the metrics of all ranks.
 
-    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` begins to fire.
+    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` starts to fire.
     """
 
     def __init__(self, rules: Sequence[HealthRule], say: Callable[[str], None]) -> None:
         self.error: UserError | None = None
         self._rules = rules
         self._say = say
-        self._has_looked = False
+        self._has_checked_metrics = False
 
     def update(
         self,
@@ -63,9 +63,10 @@ class HealthMonitor:
         values: Mapping[str, float],
         states: MutableMapping[str, RuleState],
     ) -> dict[str, float]:
-        """Update ``states`` with a step's metrics, and print the rules that begin or end.
+        """Update ``states`` with a step's metrics; print the rules that start or stop firing.
 
-        Returns the metrics ``health/NAME`` of the rules that have measured anything up to this step.
+        ``states``: name of a rule -> its state, changed in place. Returns the metrics ``health/NAME`` (1 if
+        the rule fires, else 0) of the rules that have been measured in this or an earlier step.
         """
         metrics: dict[str, float] = {}
         for rule in self._rules:
@@ -77,12 +78,13 @@ class HealthMonitor:
             if state.measured:
                 metrics[f"{PREFIX}{rule.name}"] = float(state.firing)
 
-            # Not firing in the checkpoint: a run that resumes after a stop has the rule's steps to recover.
+            # Save the rule as not firing: a run that resumes after a stop then has `rule.steps` steps to
+            # recover.
             if rule.act == STOP:
                 state.firing = False
 
-        if step > 0 and not self._has_looked:
-            self._has_looked = True
+        if step > 0 and not self._has_checked_metrics:
+            self._has_checked_metrics = True
             self._warn_of_missing_metrics(step, values, states)
         return metrics
 
@@ -92,9 +94,9 @@ class HealthMonitor:
         values: Mapping[str, float],
         states: Mapping[str, RuleState],
     ) -> None:
-        """Warn of rules of the user's own whose metric the first step of a job does not have."""
+        """Warn of user-defined rules whose metric does not exist in the first step of a job."""
         for rule in self._rules:
-            # Metrics of evaluation sets come with the first evaluation.
+            # Metrics of evaluation sets may only exist from the first evaluation on.
             metric = rule.metrics[0]
             if rule.name in health.RULE_OF or states[rule.name].measured or metric.startswith("eval/"):
                 continue
@@ -109,7 +111,10 @@ class HealthMonitor:
         value: float,
         state: RuleState,
     ) -> None:
-        """Count a measurement of a rule; begin or end it after `HealthRule.steps` of them."""
+        """Update a rule with a measurement, and announce a change of its state.
+
+        The state changes after `HealthRule.steps` consecutive measurements that contradict it.
+        """
         if rule.is_outside(value) == state.firing:
             state.changed.clear()
             return
@@ -117,7 +122,7 @@ class HealthMonitor:
         if len(state.changed) < rule.steps:
             return
 
-        # Only the last ones: in an earlier job the rule may have required more steps.
+        # A resumed run may have accumulated more: the rule may have required more steps in the earlier job.
         measurements = state.changed[-rule.steps :]
         state.changed = []
         state.firing = not state.firing
@@ -133,7 +138,7 @@ class HealthMonitor:
 
 
 def warning(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return the warning of a rule that begins to fire after ``measurements`` of (step, value)."""
+    """Return the warning of a rule that begins to fire; ``measurements`` are (step, value) pairs."""
     text = f"health rule {rule.name}: {rule.meaning}: {_facts(rule, measurements)}"
     if rule.causes:
         text += f"; likely causes: {rule.causes}; change {rule.change} ({PAGE})"
@@ -157,14 +162,14 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
 
 def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
     """Return the measurements of a rule as text, with its healthy band."""
-    # The last values are enough: a rule can have hundreds of steps.
+    # Only the last values, since a rule can require hundreds of steps.
     last = ", ".join(_text(value) for _, value in measurements[-3:])
     steps = spans([step for step, _ in measurements])
     return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band()} is healthy"
 
 
 def _measure_text(rule: HealthRule) -> str:
-    """Return the names of a rule's metrics, with its measure unless that is the value itself."""
+    """Return the names of a rule's metrics, with the name of its measure unless that is the plain value."""
     names = ", ".join(rule.metrics)
     if rule.measure in (health.VALUE, health.FRESH):
         return rule.metrics[0]
@@ -172,38 +177,41 @@ def _measure_text(rule: HealthRule) -> str:
 
 
 def _text(value: float) -> str:
+    """Return a value with three significant digits."""
     return f"{value:.3g}"
 
 
-# Measures: what a rule compares with its band. Each returns None in a step that does not measure it, and
-# keeps earlier values in ``memory``.
+# Measures: functions of a step's metrics whose result a rule compares with its band. Each returns None if the
+# step lacks the metrics, and stores values of earlier steps in ``memory``.
 
 Memory = dict[str, list[float]]
 
 
 def _value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the first metric of a rule."""
+    """Return the value of the rule's first metric, or None if the step does not have it."""
     return values.get(rule.metrics[0])
 
 
 def _fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the first metric in a step whose second one, the largest age of its tokens, is 0."""
+    """Return the rule's first metric if its second one, the maximum age of the step's tokens, is 0.
+
+    Otherwise returns None: for old tokens, the metric also contains the effect of updates since sampling.
+    """
     metric, age = rule.metrics
-    # Old tokens also differ by the updates since they were sampled. Without old tokens a run has no age
-    # metric.
+    # A run without old tokens has no age metric.
     if values.get(age, 0.0) > 0:
         return None
     return values.get(metric)
 
 
 def _sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the sum of all metrics whose name matches the first one of a rule."""
+    """Return the sum of all metrics whose names match the pattern in the rule's first metric."""
     matching = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
     return math.fsum(matching) if matching else None
 
 
 def _share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest of the times of a rule as a share of the last one, the time of the step."""
+    """Return the largest of the rule's times as a fraction of the step's time, its last metric."""
     *names, step_name = rule.metrics
     times = [values[name] for name in names if name in values]
     step_time = values.get(step_name, 0.0)
@@ -213,7 +221,7 @@ def _share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory
 
 
 def _ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its first values, which must be more than 0."""
+    """Return the metric divided by the median of its first values, or None if that is not positive."""
     value = values.get(rule.metrics[0])
     if value is None:
         return None
@@ -226,28 +234,29 @@ def _ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memor
 
 
 def _ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its values before, which must be more than 0."""
+    """Return the metric divided by the median of its previous values, or None if that is not positive."""
     value = values.get(rule.metrics[0])
     if value is None:
         return None
 
-    before = memory.get("before", [])
-    memory["before"] = [*before, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
-    if len(before) < health.REFERENCE:
+    previous_values = memory.get("before", [])
+    memory["before"] = [*previous_values, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
+    if len(previous_values) < health.REFERENCE:
         return None
-    return _ratio(value, before)
+    return _ratio(value, previous_values)
 
 
-def _ratio(value: float, before: Sequence[float]) -> float | None:
-    """Return a value divided by the median of earlier ones, None if the median is not positive."""
-    reference = median(before)
+def _ratio(value: float, earlier_values: Sequence[float]) -> float | None:
+    """Return a value divided by the median of earlier values, or None if the median is not positive."""
+    reference = median(earlier_values)
     return value / reference if reference > 0 else None
 
 
 def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest fall of an accuracy since its best while the mean reward has risen, 0 without one.
+    """Return the largest fall of an accuracy from its best value while the mean reward has risen.
 
-    Measured in steps with an evaluation. The mean reward is over the steps since the evaluation before.
+    Returns 0 without such a fall, and None in steps without an evaluation. The mean reward is over the steps
+    since the previous evaluation.
     """
     reward_name, accuracy_pattern = rule.metrics
     total, count = memory.pop("rewards", [0.0, 0.0])
@@ -261,7 +270,7 @@ def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Mem
 
     falls = [0.0]
     for name, accuracy in accuracies.items():
-        # An evaluation before the first step has no mean reward: the next one records its own.
+        # An evaluation before the first step has no mean reward: the next evaluation adds one.
         if not count:
             memory.setdefault(name, [accuracy])
             continue
@@ -290,11 +299,11 @@ MEASURES: Mapping[str, Measure] = {
 """Measure of a rule -> its function."""
 
 
-# Rules in a report.
+# Rules in the report of a run.
 
 
 def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
-    """Return the steps in which each rule has fired, from the lines of a metrics file."""
+    """Return name of a rule -> steps in which it fired, from the lines of a metrics file."""
     steps: dict[str, list[int]] = {}
     for line in lines:
         for name, value in line.items():
@@ -304,26 +313,26 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def rule_named(name: str) -> HealthRule:
-    """Return a rule by its name; a rule of the user's own gets a generic description."""
+    """Return the built-in rule of a name, or a rule with a generic description for a user-defined one."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 
 Sample = Mapping[str, Any]
-"""Sample in the form of `page.sample_browser`."""
+"""Sample with the keys of `page.sample_browser`."""
 
 
 def select_samples(rule: HealthRule, samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """Return at most ``limit`` of a step's samples that illustrate a rule; see `HealthRule.samples`."""
+    """Return at most ``limit`` of a step's samples that show a rule's problem; see `HealthRule.samples`."""
     return SELECTIONS[rule.samples](samples)[:limit]
 
 
 def _rewards_below(samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples by their rewards, the lowest first, without failed rewards."""
+    """Return the samples with a reward, sorted by ascending reward."""
     return sorted((item for item in samples if item["reward"] is not None), key=lambda item: item["reward"])
 
 
 def _equal_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of prompts whose rewards are all equal, without prompts with one sample."""
+    """Return the samples of prompts with several samples whose rewards are all equal."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample["prompt"], []).append(sample)
@@ -332,6 +341,7 @@ def _equal_groups(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _is_filtered(sample: Sample) -> bool:
+    """Return whether a response filter removed the sample."""
     return (sample["failure"] or "").startswith("filtered: ")
 
 
@@ -345,4 +355,4 @@ SELECTIONS: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = {
     health.FILTERED: lambda samples: [item for item in samples if _is_filtered(item)],
     health.NO_SAMPLES: lambda samples: [],
 }
-"""Samples that show a problem -> their selection from the samples of a step."""
+"""Value of `HealthRule.samples` -> function that selects such samples from a step's samples."""

@@ -1,8 +1,8 @@
-"""A job on this rank: its folder and console, the signals that stop it, and how it ends when something fails.
+"""A job on this rank: run folder, console, stop signals, failures, and the lock of the run folder.
 
-The one idea: a rank that fails never waits for others, which may wait for it inside a collective. It reports
-where it was and ends its process at once; the launcher then ends the others. One job at a time can hold the
-lock of a run folder.
+The one idea: a failed rank never waits for the other ranks, which may be waiting for it inside a collective.
+It reports its phase and step and ends its process immediately; the launcher then ends the others. Only one
+job at a time can lock a run folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -50,61 +50,66 @@ from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
+from megatron_rl.trainer.starts import Start, current_start, write_start
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
+"""Signals that request a stop: from launchers, terminals, and schedulers before they preempt a job."""
 
 _REPORT_SECONDS = 1.0
-"""Time that the other ranks of a stopped job leave the one that reports the error."""
+"""Seconds that the other ranks of a stopped job wait, so that one rank can report the error."""
 ECHO_SECONDS = 10.0
-"""Time within which a second SIGUSR1 is the same request: Slurm signals every process of a job step, and
-torchrun passes on the signal that it got itself."""
+"""Seconds within which a second SIGUSR1 is ignored as the same request: Slurm signals every process of a job
+step, and torchrun forwards the signal, too."""
 
 CURRENT_CODE = "current"
-"""File next to the code copies that names the one in use."""
+"""File in the folder of code copies with the name of the copy in use."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings and resources of a job on this rank, which all its parts share."""
+    """Configuration and resources of a job on this rank."""
 
     config: RunConfig
     """Resolved configuration."""
     folder: RunFolder
     """Run folder."""
     console: TextIO
-    """Stream to the user's console on the main rank, to the rank's log on others."""
+    """Stream to the user's console on the main rank, to the rank's log file on others."""
     phases: Phases
     """Current phase and step of this rank."""
     main: bool
-    """Whether this is the one rank that writes the run folder, the console and to trackers."""
+    """Whether this is rank 0, the only rank that writes the run folder, the console and the trackers."""
     stop: Stop
-    """Whether the job was asked to stop."""
+    """State of this rank's stop request."""
     trackers: Trackers | None = None
-    """Experiment trackers, on the main rank."""
+    """Experiment trackers on the main rank, None on others."""
     first_start: datetime | None = None
-    """Current time for chat templates: the run's first start, so that a resumed run has the same prompts."""
+    """Time of the run's first start. Chat templates use it as the current time, so that a resumed run has the
+    same prompts."""
+    start: Start | None = None
+    """Command, revision, versions and hardware of this job, on the main rank."""
 
     @property
     def token_files(self) -> TokenFiles:
-        """Return the files in which the job stores its tokenised data."""
+        """Return the storage of tokenised data in the run folder."""
         return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
-        """Print a text on the console of the main rank; its lines after the first are indented.
+        """Print a text on the console of the main rank, with all lines after the first indented.
 
-        Thus a text from outside, such as a reward function's message, cannot look like a line of the run.
+        So a text from outside, such as a reward function's message, cannot be mistaken for a line of the run.
         """
         if self.main:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
     def stop_if_asked(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
-        """Save the current step with ``save`` and end the job, if any rank was asked to stop or has an error.
+        """Save the current step and raise Stopped, if any rank has received a stop signal or has an error.
 
-        ``error``: reason for an orderly end, which its rank reports. Gathering the requests makes all ranks
+        ``save``: writes a checkpoint of a step and returns its path. ``error``: this rank's error after which
+        the run can be resumed, such as a health rule's, or None. All ranks gather the requests, so that they
         end after the same step. Collective over the world.
         """
         requests = gather_objects((self.stop.signal_number, error is not None))
@@ -121,24 +126,24 @@ class Job:
         with self.phases("checkpoint"):
             path = save(self.phases.step)
         self.say(f"stopped by {reason} after step {self.phases.step}: saved {path}; exit code {code}")
-        # No rank may end before all have written their part of the checkpoint.
+        # No rank may end before all have written their files of the checkpoint.
         barrier()
         raise Stopped(code, error)
 
     def join(self) -> None:
-        """Start communication between the ranks, then write the folder's first files.
+        """Start communication between the ranks, then write the run folder's configuration.
 
         Collective over the world.
         """
         if self.config.deterministic:
             device.use_deterministic_kernels()
 
-        # CUDA and PyTorch's allocator read their variables when the device is first used.
+        # Set before the first use of the device, when CUDA and PyTorch's allocator read these variables.
         layouts = role_layouts(self.config, device.world_size())
         job = accelerated_job(self.config, layouts)
         device.set_environment(accelerator_defaults(job, ENVIRONMENT))
 
-        # From here on the hang detector ends ranks that wait for a rank that does not respond.
+        # From here on, the hang detector ends ranks that wait for an unresponsive rank.
         watch.join(
             self.config.rank_timeout,
             lambda: f"{self.stop.rank_text} {self.phases.location}",
@@ -146,20 +151,22 @@ class Job:
             self.folder.flight_records,
         )
 
-        # The main rank writes the folder, after comparing with the files of an earlier job.
+        # The main rank compares the settings with those of an earlier job before it overwrites them.
         if self.main:
             for change in self._changes():
                 self.say(f"warning: this run resumes with a changed setting: {change}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
+            if self.start is not None:
+                write_start(self.folder, self.start, resumed=_resumes(self.config, self.folder))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
-        # Other ranks write into the folder next, which `start_over` may still be clearing.
+        # Other ranks must not write into the folder before `start_over` has cleared it.
         barrier()
 
     def _changes(self) -> list[str]:
-        """Return the settings that differ from the run being resumed."""
+        """Return a text for each setting that differs from the run being resumed."""
         resume = self.config.checkpoint.resume
         folder = self.folder
         if resume not in ("auto", "never"):
@@ -173,11 +180,11 @@ class Job:
 
 
 @contextmanager
-def job(config: RunConfig) -> Iterator[Job]:
+def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    A failure of any rank is reported with its rank, roles and phase and ends the process, and with it the
-    job. Collective over the world.
+    ``explicit``: keys that the user has set, for the record of the start. A failure is reported with the
+    rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -187,13 +194,16 @@ def job(config: RunConfig) -> Iterator[Job]:
     stop_seconds = config.checkpoint.stop_seconds
     assert stop_seconds is not None, "the configuration is resolved"
     with (
-        # Outermost: a rank may be stopped while it reports the failure that a lost peer caused.
+        # Outermost, because a rank can be stopped while it reports a failure.
         report_stop(rank_text, phases, stop_seconds) as stop,
         report_failure(config, phases),
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
-        # Innermost, so that trackers are closed before the console is.
+        start = None
+        if main:
+            start = current_start(installed_versions(NUMBERS_DEPEND_ON), _hardware(), explicit)
+        # Innermost, so that trackers are closed before the console.
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
             yield Job(
                 config,
@@ -204,19 +214,23 @@ def job(config: RunConfig) -> Iterator[Job]:
                 stop,
                 trackers,
                 _first_start(config, folder),
+                start,
             )
 
-        # Only without an exception: a failed rank leaves at once, see `report_failure`.
+        # Not after an exception: `report_failure` ends a failed rank's process immediately.
         watch.leave()
 
 
 def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
-    """Return when the run was first started, the same on every rank, before the ranks can communicate."""
+    """Return the time of the run's first start, equal on all ranks.
+
+    Process groups do not exist yet, so ranks read it from the run folder; without a file they use the day.
+    """
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 
-    # A time stored in the folder is of an earlier run. Without it, ranks that start at different seconds
-    # only agree on the day.
+    # A time in the folder belongs to an earlier run. Without a shared file, ranks start at different seconds,
+    # so only the day is used.
     if resume == "never":
         return now.replace(hour=0, minute=0, second=0)
 
@@ -229,24 +243,29 @@ def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
 
 
 def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
-    """Return the trackers of a job; they continue their run if the job resumes."""
+    """Open the trackers of a job; if the job resumes, they append to the tracked run."""
 
     def say(text: str) -> None:
         console.write(text + "\n")
         console.flush()
 
     # Configuration, versions and hardware, with which the numbers of runs can be compared later.
-    resumed = folder.has_begun() and config.checkpoint.resume != "never"
     run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": {
-            **host(),
-            "device": device.name(),
-            "ranks": device.world_size(),
-        },
+        "hardware": _hardware(),
     }
-    return Trackers(config.logging, folder, run_info, resumed=resumed, say=say)
+    return Trackers(config.logging, folder, run_info, resumed=_resumes(config, folder), say=say)
+
+
+def _hardware() -> dict[str, Any]:
+    """Return this host, the device of this rank and the number of ranks."""
+    return {**host(), "device": device.name(), "ranks": device.world_size()}
+
+
+def _resumes(config: RunConfig, folder: RunFolder) -> bool:
+    """Return whether a job continues what its run folder has."""
+    return folder.has_begun() and config.checkpoint.resume != "never"
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
@@ -256,7 +275,7 @@ def describe_rank(config: RunConfig, rank: int) -> str:
     """
     roles = []
     for role, layout in role_layouts(config, device.world_size()).items():
-        # `export` runs on any number of ranks, to which the layouts of the run's roles need not fit.
+        # `export` runs on any number of ranks, for which the layouts of the run's roles may be invalid.
         if rank not in layout.ranks or problems(layout):
             continue
 
@@ -275,29 +294,29 @@ def describe_rank(config: RunConfig, rank: int) -> str:
 
 @contextmanager
 def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
-    """Report an exception of the block and end the process at once.
+    """Report an exception of the block and end this process immediately.
 
-    Other ranks may wait for this one inside a collective, so nothing here waits for them: the launcher ends
-    them when this process has ended. The exit code is 2 for errors that the user can correct, else 1.
+    Other ranks may wait for this one inside a collective, so nothing here waits for them. The launcher ends
+    them after this process has ended. The exit code is 2 for errors that the user can correct, else 1.
     """
     try:
         yield
     except KeyboardInterrupt:
-        # Only outside of `report_stop`, which handles SIGINT itself.
+        # Python raises this only outside `report_stop`, which handles SIGINT.
         raise
     except Stopped as stopped:
-        # State is saved and all ranks know: only the rank with the error has something to report.
+        # All ranks have saved their state. Only the rank with the error reports it.
         if stopped.error is not None:
             report_errors(stopped.error)
         elif stopped.code:
-            # The launcher kills all ranks when the first one has failed: let the report be written before.
+            # The launcher kills all ranks when the first one ends with an error: wait until it is reported.
             time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
     except UserError as error:
         report_errors(error)
         _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
-        # A full disk or a removed folder is not a bug: report a user error, without a traceback.
+        # A full disk or a removed folder is not a bug: report it without a traceback.
         user_error = _user_error(config, error)
         if user_error is not None:
             report_errors(user_error)
@@ -319,35 +338,35 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
 
 
 def _user_error(config: RunConfig, error: BaseException) -> UserError | None:
-    """Return the error for the user if files or disks caused the exception, None otherwise."""
-    removed = _removed_folder_error(config, error)
-    if removed is not None:
-        return removed
-    # A missing file is more likely a bug of this package.
+    """Return a UserError if files or disks caused the exception, otherwise None."""
+    removed_folder = _removed_folder_error(config, error)
+    if removed_folder is not None:
+        return removed_folder
+    # A missing file is more likely a bug of this package than a user's mistake.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return file_error(error, Path(config.run_dir))
     return None
 
 
 def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:
-    """Return the error of a run folder that was removed or moved during the run, None otherwise.
+    """Return a UserError if the run folder was removed or moved during the run, otherwise None.
 
-    The exception comes from the first access to the folder that failed, and does not name the reason.
+    ``error`` comes from the first failed access to the folder, and does not tell that the folder is missing.
     """
-    removed = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
-    if not removed:
+    missing_folders = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
+    if not missing_folders:
         return None
     return UserError(
         "the run folder was removed, or moved, while the run wrote to it",
         where=f"run_dir: {config.run_dir}",
         expected="a folder that exists until the run has ended",
-        got=f"no directory {removed[0]}; then {first_line(error)}",
+        got=f"no directory {missing_folders[0]}; then {first_line(error)}",
         fix="move it back and start again, which resumes from its newest checkpoint; or set another run_dir",
     )
 
 
 def _end_process(code: int) -> None:
-    """End the process without the interpreter's shutdown, which would wait for stuck communicators."""
+    """End this process without the interpreter's shutdown, which would wait for blocked communicators."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -357,9 +376,9 @@ def _end_process(code: int) -> None:
 
 
 class Stopped(BaseException):
-    """Orderly end of this rank after the job was asked to stop and its state was saved.
+    """Signal that ends this rank after a stop request, when the job's state has been saved.
 
-    ``error``: what asked for it on this rank, None for a signal.
+    ``code``: exit code. ``error``: this rank's error that requested the stop, or None.
     """
 
     def __init__(self, code: int, error: UserError | None = None) -> None:
@@ -369,10 +388,15 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Stop request of this rank, with a limit on the time until its step has ended and is saved.
+    """State of this rank's stop request, and handler of the signals that request a stop.
 
-    ``signal_number``: the signal that asked the job to stop, None without one.
+    ``signal_number``: the signal that requested a stop, or None without a request.
     ``rank_text``: description of this rank in messages.
+
+    Arguments:
+        phases: current phase and step of this rank.
+        console: file descriptor for messages.
+        seconds: maximum time from a request until its step has ended and is saved.
     """
 
     def __init__(
@@ -393,7 +417,7 @@ class Stop:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Defer a stop to the end of a step: inside the block every step ends with `Job.stop_if_asked`."""
+        """Defer a requested stop to the end of a step, where `Job.stop_if_asked` saves a checkpoint."""
         self._can_save = True
         try:
             yield
@@ -401,12 +425,15 @@ class Stop:
             self._can_save = False
 
     def handle(self, number: int) -> None:
-        """Handle a signal: stop after a step that can be saved, or else (or the second time) at once."""
+        """Handle a signal: request a stop after the step, or end the process immediately.
+
+        The process ends immediately if the step cannot be saved, or a stop has already been requested.
+        """
         is_echo = time.monotonic() - self._asked < ECHO_SECONDS
         if number == self.signal_number == signal.SIGUSR1 and is_echo:
             return
 
-        # The second signal ends at once: its sender does not want to wait for the step.
+        # Whoever sends a second signal does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
             self._end(number)
@@ -415,17 +442,18 @@ class Stop:
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
         os.write(self._console, message.encode())
 
-        # A step that waits for a lost rank never ends.
+        # Bound the wait: a step that waits for a lost rank never ends.
         timer = threading.Timer(self._seconds, self._end, args=(number,))
         timer.daemon = True
         timer.start()
 
     def end_process(self, message: str, code: int = 1) -> None:
-        """Print the message on the console and end the process at once."""
+        """Print the message on the console and end the process immediately."""
         os.write(self._console, f"\n{message}\n".encode())
         os._exit(code)
 
     def _end(self, number: int) -> None:
+        """End the process because of a signal; report its phase and the main thread's current calls."""
         calls = last_calls(self._main_thread)
         self.end_process(
             f"{self.rank_text} was stopped {self._phases.location}, inside {calls}",
@@ -435,19 +463,20 @@ class Stop:
 
 @contextmanager
 def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop]:
-    """Handle `SIGNALS` inside the block: save after the step, or end at once and report the phase and call.
+    """Handle `SIGNALS` inside the block: request a stop after the step, or end the process immediately.
 
-    Messages go to the standard error of the block's start. A rank whose step does not end within ``seconds``
-    ends then. Python runs signal handlers only between bytecode instructions, so none runs while a collective
-    blocks: the signal wakes a thread, which handles it.
+    Messages are written to the standard error at the block's start. If the step does not end within
+    ``seconds`` after a request, the process ends. Python runs signal handlers only between bytecode
+    instructions, so none would run while a collective blocks. Here a signal wakes a separate thread, which
+    handles it.
     """
     console = os.dup(2)
     read_end, write_end = os.pipe()
-    # `signal.set_wakeup_fd` demands a descriptor that does not block.
+    # `signal.set_wakeup_fd` requires a non-blocking descriptor.
     os.set_blocking(write_end, False)
 
-    # Under nohup a process must outlive its terminal, so SIGHUP stays ignored. Not under torchrun, which
-    # kills ranks that ignore the signals it forwards.
+    # Under nohup a process must outlive its terminal, so SIGHUP remains ignored. This does not apply under
+    # torchrun, which kills ranks that ignore the signals that it forwards.
     nohup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
@@ -459,7 +488,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
             if received[0] in SIGNALS:
                 stop.handle(received[0])
 
-    # A daemon: it must not keep a process alive whose main thread has ended.
+    # A daemon thread does not keep the process alive after its main thread has ended.
     listener = threading.Thread(target=listen, name="report_stop", daemon=True)
     listener.start()
     try:
@@ -475,20 +504,20 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
         os.close(console)
 
 
-# The user's code: every process of a run executes the files as they were at its start.
+# The user's code: every process of a run executes copies of the files, made at the run's start.
 
 
-def keep_code(job: Job) -> None:
-    """Copy the user's contained code into the run folder, and load it from the copy from now on.
+def copy_code(job: Job) -> None:
+    """Copy the code that runs in contained processes into the run folder; later loads use the copy.
 
-    Ranks that a launcher restarts use the copy from before the restart. Collective over the world.
+    Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
     """
     files = _code_files(job) if job.main else None
     use_copies_of(gather_objects(files)[0])
 
 
 def code_of(config: RunConfig) -> Iterator[str]:
-    """Yield the names of the code that runs in contained processes: ``module:name`` or ``file.py:name``."""
+    """Yield the user's functions that run in contained processes, as ``module:name`` or ``file.py:name``."""
     reward = config.reward
     if reward.function is not None:
         yield reward.function
@@ -507,7 +536,7 @@ def code_of(config: RunConfig) -> Iterator[str]:
 
 
 def _code_files(job: Job) -> dict[str, bytes]:
-    """Return the content of the user's files by path, from the copy in use or from a new copy."""
+    """Return path -> content of the user's code files, from the copy in use or from a new copy."""
     folder = job.folder.code
     try:
         old_name = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
@@ -525,9 +554,9 @@ def _code_files(job: Job) -> dict[str, bytes]:
     if not files:
         return files
 
-    # Copies are named by their content: unchanged files share the copy of the previous run.
+    # A copy's name is derived from its content, so that unchanged files share the copy of the previous run.
     copy = write_copy(folder, files)
-    resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
+    resumes = _resumes(job.config, job.folder)
     if old_name and old_name != copy.name and resumes:
         job.say(f"warning: this run resumes with other code: {folder / old_name} was used, now {copy}")
     write_text(folder / CURRENT_CODE, copy.name + "\n")
@@ -535,25 +564,26 @@ def _code_files(job: Job) -> dict[str, bytes]:
 
 
 HEARTBEAT_SECONDS = 5.0
-"""Interval in which the holder updates the lock file's modification time."""
+"""Seconds between two updates of the lock file's modification time by the job that holds the lock."""
 STALE_SECONDS = 30.0
-"""Time without a heartbeat after which a holder on another host counts as dead: six heartbeats."""
+"""Seconds without a heartbeat after which a job on another host counts as dead: six heartbeats."""
 
 _LOCKED = (errno.EACCES, errno.EAGAIN)
+"""Errors of a lock that another process holds."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks, where only the heartbeat protects."""
+"""Errors of file systems without locks, where only the heartbeat shows that another job is running."""
 
 
 @contextlib.contextmanager
 def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
-    """Lock the folder inside the block, on the one rank that writes there.
+    """Lock the run folder inside the block, on the rank that writes there; raise UserError if it is locked.
 
-    If another process holds the operating system's lock, another job is running. Not every file system
-    carries locks from host to host: there the holder's heartbeat counts, and a lock without one for
-    `STALE_SECONDS` is taken over, after waiting that long for a heartbeat. Raises UserError if another job
-    holds the lock.
+    It is locked if another process holds the operating system's lock. Not every file system shares these
+    locks between hosts, so the lock file's modification time is used, too: the job that holds the lock
+    updates it (a heartbeat). If the file names a job on another host, this waits until there was no heartbeat
+    for `STALE_SECONDS`, and then acquires the lock.
     """
-    # Never unlinked: two jobs could otherwise lock two files of one name.
+    # The file is never removed: otherwise two jobs could lock two different files of the same name.
     path = run_dir / "run.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     stop_heartbeat = threading.Event()
@@ -562,7 +592,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
             raise _locked_error(path, _holder(path))
         _wait_until_stale(path, console)
 
-        # Shown in the error of another job that finds the folder locked.
+        # The error of another job that cannot lock the folder shows these values.
         content = {
             "host": socket.gethostname(),
             "process": os.getpid(),
@@ -582,7 +612,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
         finally:
             stop_heartbeat.set()
             heartbeat.join()
-            # For jobs on other hosts, an empty file means that the lock is free.
+            # An empty file means, for jobs on other hosts, that the folder is not locked.
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
@@ -601,13 +631,13 @@ def _acquire(descriptor: int) -> bool:
 
 
 def _wait_until_stale(path: Path, console: Any) -> None:
-    """Return once the holder in the lock file counts as dead; raise UserError at its next heartbeat."""
+    """Wait until the job that the lock file names counts as dead; raise UserError at its next heartbeat."""
     holder = _holder(path)
-    # The operating system has released the lock of a dead holder on this host, or we had not acquired it.
+    # A job on this host is dead: otherwise it would hold the operating system's lock, which we have acquired.
     if not holder or holder.get("host") == socket.gethostname():
         return
 
-    # Compare times of one clock: that of this host may differ from the file server's.
+    # Compare two times of the file server's clock, which may differ from this host's.
     last_heartbeat = path.stat().st_mtime
     remaining = STALE_SECONDS - (_file_system_time(path.parent) - last_heartbeat)
     if remaining > 0 and console is not None:
@@ -625,13 +655,13 @@ def _wait_until_stale(path: Path, console: Any) -> None:
 
 
 def _file_system_time(folder: Path) -> float:
-    """Return the current time by the clock of the file system of ``folder``: the mtime of a new file."""
+    """Return the current time on the clock of the file system: the modification time of a new file."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".run.lock.") as probe:
         return os.stat(probe.name).st_mtime
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Return the host, process and start of the lock's holder, empty if the file names none."""
+    """Return host, process and start time of the job that the lock file names, or {} if it names none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -640,6 +670,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
+    """Return the error for a run folder that the job ``holder`` has locked."""
     values = {"process": "?", "host": "?", "since": "?"} | holder
     return UserError(
         "another job trains in this run folder",
@@ -651,7 +682,7 @@ def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
 
 
 def _heartbeat(descriptor: int, stop: threading.Event) -> None:
-    """Update the lock file's modification time until stopped."""
+    """Update the lock file's modification time every `HEARTBEAT_SECONDS` until ``stop`` is set."""
     while not stop.wait(HEARTBEAT_SECONDS):
         # A file system that is temporarily unavailable must not end the run.
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Metrics of a run as lines of a file and of the console, progress of long phases, and output redirection."""
+"""Metrics of a run in a file and on the console, progress of long phases, and redirection of output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_rl.metrics import is_measurable, number_text, read_lines
 from megatron_rl.trainer.trackers import Trackers
 
 MAX_SPANS = 8
-"""Ranges of missing steps that a warning lists."""
+"""Maximum number of ranges that `spans` lists."""
 PLAIN_SECONDS = 10.0
-"""Minimum time between two progress lines on a console that is not a terminal."""
+"""Minimum seconds between two progress lines on a console that is not a terminal."""
 _LONGEST_CLOCK = 1e15
-"""Duration from which `clock` prints the number of seconds instead of hours and minutes."""
+"""From this number of seconds on, `clock` prints seconds instead of hours and minutes."""
 
 WIDTH = 100
-"""Columns of the console that a step's line has at most."""
+"""Maximum number of columns of a step's console line."""
 
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
@@ -36,8 +36,8 @@ COLUMNS = (
     ("entropy", "policy/entropy", ".2f"),
     ("mismatch", "mismatch/abs_diff", ".0e"),
 )
-"""Metrics of a step's console line, in order: label, metric and format. Metrics that a step does not have are
-omitted, and so are the last ones where the line has no room for them; metrics.jsonl has every metric."""
+"""Metrics of a step's console line, in order: label, metric and format. Metrics that the step does not have,
+or that do not fit into the line, are omitted; metrics.jsonl has every metric."""
 
 PHASES = (
     "generate",
@@ -49,22 +49,22 @@ PHASES = (
     "idle_learn",
     "idle_rollout",
 )
-"""Phases of a step whose seconds the console line may show."""
+"""Phases of a step whose seconds the console line can show, in the order in which they run."""
 
 _RULE_WIDTH = 16
-"""Columns of a health rule's name, which may be the user's, in a step's line."""
+"""Maximum number of characters of a health rule's name in a step's line: users can define long names."""
 
 _SHOWN_PHASES = 2
-"""Phases of a step that the console line shows: the longest ones."""
+"""Number of phases that a step's console line shows, namely the longest ones."""
 
 
 def accuracies(names: Iterable[str]) -> list[str]:
-    """Return the metric names among ``names`` that are accuracies of evaluation sets."""
+    """Return those of the metrics ``names`` that are accuracies of evaluation sets."""
     return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
 
 
 def _health_texts(values: Mapping[str, float]) -> list[str]:
-    """Return the first health rule that fires in a step, and the number of the others; empty if none does."""
+    """Return a text with the first health rule that fires and the number of others; [] if none fires."""
     prefix = "health/"
     firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
     if not firing:
@@ -76,9 +76,9 @@ def _health_texts(values: Mapping[str, float]) -> list[str]:
 
 
 def _phases_text(values: Mapping[str, float]) -> str:
-    """Return the seconds of the longest phases of a step, in the order in which they run."""
+    """Return the seconds of a step's longest phases as text, in the order in which they run."""
     seconds = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
-    # An evaluation is in the line of a step, but its time is not part of the step.
+    # The time of an evaluation is in the metrics of a step, but is not part of the step.
     if "time/step" in values:
         seconds.pop("evaluate", None)
     longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
@@ -89,14 +89,14 @@ def _phases_text(values: Mapping[str, float]) -> str:
 
 
 def _seconds_text(seconds: float) -> str:
-    """Return seconds with three digits, and without an exponent."""
+    """Return seconds with three significant digits and without an exponent."""
     if abs(seconds) < 1000:
         return number_text(seconds, ".3g")
     return number_text(seconds, ".0f")
 
 
 def _wrapped(line: str, results: Sequence[str]) -> list[str]:
-    """Return a line followed by results, on further lines where they do not fit in `WIDTH`."""
+    """Append results to a line; those that do not fit into `WIDTH` columns become further lines."""
     lines = [line]
     for result in results:
         if len(lines[-1]) + len(result) + 2 <= WIDTH:
@@ -107,12 +107,20 @@ def _wrapped(line: str, results: Sequence[str]) -> list[str]:
 
 
 class MetricsLog:
-    """Metrics file with one line per step, which are also printed and sent to the trackers.
+    """Metrics file with one line per step; the metrics are also printed and sent to the trackers.
 
-    ``resumed_step`` is the last step of the restored checkpoint: the lines of later steps are removed, so
-    that every step appears once. If lines are missing or damaged, or of steps beyond ``total_steps``, which
-    will not run again, a copy of the file is made and a warning printed. None starts from the beginning, and
-    an existing file is renamed. Only one rank may construct it.
+    Only one rank may construct it.
+
+    Arguments:
+        folder: run folder.
+        total_steps: number of steps of the run or stage.
+        resumed_step: last step of the restored checkpoint. Lines of later steps are removed, so that every
+            step has one line. If lines are missing or damaged, or belong to steps after ``total_steps``,
+            which will not run again, this prints a warning; unless lines are only missing, it copies the file
+            first. None starts a new file and renames an existing one.
+        phase: "train", or the name of a stage.
+        console: stream for the lines, or None for the standard output.
+        trackers: experiment trackers, or None.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class MetricsLog:
         if trackers is not None:
             trackers.begin(phase, resumed_step)
 
-        # For the estimate of the remaining time.
+        # Needed to estimate the remaining time.
         self._start = time.monotonic()
         self._first_step = resumed_step or 0
 
@@ -151,12 +159,12 @@ class MetricsLog:
         values: Mapping[str, float],
         to_console: bool = True,
     ) -> None:
-        """Write the metrics of ``step``; a value that is not `is_measurable` is stored as null."""
+        """Write the metrics of ``step``; values that are not finite are stored as null."""
         stored = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **stored}, allow_nan=False) + "\n")
         self._file.flush()
 
-        # A checkpoint that survives a crash of the machine needs the lines before it.
+        # Flush to the disk: a checkpoint that survives a crash of the machine needs the lines up to its step.
         os.fsync(self._file.fileno())
 
         if self._trackers is not None:
@@ -167,24 +175,24 @@ class MetricsLog:
             self.console.flush()
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the console line of a step, of at most `WIDTH` columns, and lines of evaluation sets."""
+        """Return the console text of a step: a line of at most `WIDTH` columns, with evaluation results."""
         width = len(str(self.total_steps))
         columns = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
         end: list[str] = []
-        # Failed rewards are rare, and matter when there are any.
+        # Show failed rewards only if there are any.
         if values.get("reward/invalid"):
             end.append(f"invalid {number_text(values['reward/invalid'], '.3f')}")
         end += _health_texts(values)
         if "time/step" in values:
             end.append(f"{_seconds_text(values['time/step'])} s")
 
-        # From the mean time of the steps of this process.
+        # Estimate the remaining time from the mean time of this process's steps.
         steps_taken = step - self._first_step
         if steps_taken > 0 and step < self.total_steps:
             seconds_per_step = (time.monotonic() - self._start) / steps_taken
             end.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
 
-        # Further texts in order of importance, while there is room: phases before throughput.
+        # Add further texts in order of importance while they fit: phases before most metrics.
         phases = _phases_text(values)
         metrics = [
             f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
@@ -205,21 +213,24 @@ class MetricsLog:
         return "\n    ".join(_wrapped(line, results))
 
     def _cut_after(self, step: int) -> None:
-        """Remove the lines of later steps; copy the file first if a removed line will not be replaced."""
+        """Remove the lines of later steps; warn of missing lines, and of removed ones that will not return.
+
+        The file is copied before lines are removed that no later step will replace.
+        """
         lines, damaged = read_lines(self.path)
-        # A step that was taken twice has two lines, of which the later one counts.
+        # A step that ran twice has two lines: retain the later one.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
         retained = [text for number, text in sorted(line_of.items()) if number <= step]
-        lost = [number for number in range(1, step + 1) if number not in line_of]
-        beyond_end = [number for number in line_of if number > self.total_steps]
+        missing_steps = [number for number in range(1, step + 1) if number not in line_of]
+        steps_beyond_end = [number for number in line_of if number > self.total_steps]
 
-        if lost or beyond_end:
-            if lost:
-                reason = f"has no line of steps {spans(lost)}"
+        if missing_steps or steps_beyond_end:
+            if missing_steps:
+                reason = f"has no line of steps {spans(missing_steps)}"
             else:
-                reason = f"has lines up to step {max(beyond_end)}"
+                reason = f"has lines up to step {max(steps_beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
-            if beyond_end or damaged:
+            if steps_beyond_end or damaged:
                 copy = set_aside(self.path)
                 if copy is not None:
                     warning += f"; a copy of the file is {copy.name}"
@@ -239,11 +250,11 @@ class MetricsLog:
 
 
 class Progress:
-    """Progress of a long phase: a bar on a terminal, else occasional lines; a context manager.
+    """Context manager that shows the progress of a long phase: a bar on a terminal, otherwise lines of text.
 
     ``title``: name of the phase.
-    ``total``: units of the whole phase, None if unknown.
-    ``enabled``: False prints nothing, as on all ranks but one.
+    ``total``: number of units of the phase, such as steps, or None if unknown.
+    ``enabled``: False to print nothing, as on all ranks except the main one.
     """
 
     def __init__(
@@ -274,7 +285,7 @@ class Progress:
 
     def _start_bar(self) -> Any:
         """Return a running progress bar, or a spinner if the total is unknown."""
-        # Imported here, since only a terminal needs it.
+        # Imported only if the console is a terminal.
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -296,13 +307,13 @@ class Progress:
         return bar
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Add ``count`` units; ``note`` is a short text about the phase's state, such as its loss."""
+        """Add ``count`` completed units; ``note`` is a short text about the state, such as the loss."""
         self._count += count
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=count, note=note)
             return
 
-        # Plain lines stay in a log file: one every few seconds is enough.
+        # Lines of text accumulate in a log file, so print one every few seconds only.
         now = time.monotonic()
         if self.enabled and now - self._last_line >= PLAIN_SECONDS:
             self._last_line = now
@@ -340,11 +351,11 @@ class Progress:
 def output_to(path: Path, main: bool) -> Iterator[TextIO]:
     """Redirect the output of this process to ``path`` inside the block; yield the console.
 
-    Duplicating the descriptors also redirects what C libraries print. The console is the original standard
-    output on the ``main`` rank and the log file on others. When the block ends, also by an exception, the
-    output is restored, so that the error reaches the user.
+    File descriptors are redirected, which includes the output of C libraries. The console is the original
+    standard output on the ``main`` rank, and the log file on others. When the block ends, even by an
+    exception, the output is restored, so that errors are shown to the user.
     """
-    # Text that Python has buffered belongs to the old target.
+    # Write buffered text to the original target first.
     sys.stdout.flush()
     sys.stderr.flush()
     saved = (os.dup(1), os.dup(2))
@@ -352,13 +363,13 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    # Line-buffered, so that each line is visible at once.
+    # Line-buffered, so that each line is visible immediately.
     console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
 
     try:
         yield console
     finally:
-        # Flush into the log before the descriptors point to the original targets again.
+        # Flush into the log before the original descriptors are restored.
         console.close()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -369,7 +380,7 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
 
 def clock(seconds: float) -> str:
     """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
-    # Negated, so that NaN is printed as a number, too.
+    # `not <` instead of `>=`, so that this branch handles NaN, too.
     if not abs(seconds) < _LONGEST_CLOCK:
         return f"{seconds:.3g} s"
 
@@ -381,14 +392,14 @@ def clock(seconds: float) -> str:
 
 
 def spans(steps: Sequence[int]) -> str:
-    """Return ascending numbers as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
-    spans: list[list[int]] = []
+    """Format ascending steps as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
+    ranges: list[list[int]] = []
     for step in steps:
-        if spans and spans[-1][1] == step - 1:
-            spans[-1][1] = step
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
         else:
-            spans.append([step, step])
+            ranges.append([step, step])
 
-    texts = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
+    texts = [f"{first}-{last}" if last > first else str(first) for first, last in ranges]
     text = ", ".join(texts[:MAX_SPANS])
     return f"{text} and more" if len(texts) > MAX_SPANS else text

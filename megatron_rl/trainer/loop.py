@@ -1,15 +1,16 @@
-"""One step of reinforcement learning, as every rank runs it. The file to read first.
+"""One step of reinforcement learning, as every rank runs it. Read this file first.
 
-The one idea: all ranks run the same lines, and a batch is the same value on every rank that learns. Calling a
-role shards the batch's rows over the role's own ranks and returns at once on ranks without the role, so roles
-on different ranks work at the same time; `ReplicaGroup.gather_rows` then makes their outputs the same value
-on every rank again.
+The one idea: all ranks run the same lines, and a batch has the same value on every rank that trains
+(learner). A call of a role shards the batch's rows over the role's ranks and returns immediately on other
+ranks, so roles on disjoint ranks run in parallel. `ReplicaGroup.gather_rows` then gathers their outputs onto
+every learner.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,6 +30,8 @@ from megatron_rl.algorithms import (
     valid_rows,
     value_objective,
 )
+from megatron_rl.algorithms.ragged import masked_row_means
+from megatron_rl.config.roles import TEACHER, section_of, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.data.mixture import TrainingPrompts
@@ -42,6 +45,7 @@ from megatron_rl.distributed.exchange import (
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
+from megatron_rl.roles.served_teacher import NO_LOG_PROBS, VALID, TeacherResults
 from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
@@ -64,27 +68,29 @@ _SCORE_FIELDS = frozenset(item.name for item in fields(Scores))
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one step on a rank that learned.
+    """Result of one step on a rank that trained.
 
-    Example: step 3 of a run without sampling ahead has ``metrics`` with ``reward/mean`` and ``kl/rollout``,
-    ``local_metrics`` with ``policy/loss`` of this rank's micro-batches.
+    Example: ``metrics`` has ``reward/mean`` and ``kl/rollout`` of the batch, and ``local_metrics`` has
+    ``policy/loss`` of this rank's micro-batches.
     """
 
     metrics: Metrics
-    """Metrics of the whole batch, the same value on every rank that learned."""
+    """Metrics of the whole batch, equal on every rank that trained."""
     local_metrics: Metrics
-    """Metrics of this rank alone, which `gather_step` sums over the ranks."""
+    """Metrics of this rank only, which `gather_step` sums over the ranks."""
     batch: ScoredBatch | None
-    """The rows of the step with their rewards, None if it computed none; its ``failures`` and ``metrics`` are
-    of this rank alone."""
+    """The rows of the step with their rewards; None if the step computed no rewards. ``failures`` and
+    ``metrics`` of the batch are those of this rank only."""
     algorithm_state: AlgorithmState
     """State of the algorithm for the next step, the same value on every rank."""
+    advantages: Tensor | None
+    """[B] float32, mean advantage of each row's response tokens; None if a script computed its own."""
 
 
 class BatchSource(Protocol):
-    """Source of the batches of a run: `SameStepBatches`, or `AheadBatches` sampled in earlier steps.
+    """Source of a run's batches: `SameStepBatches`, or `AheadBatches`, which samples in earlier steps.
 
-    ``learners``: ranks that learn, None if all do.
+    ``learners``: ranks that train, or None for all ranks.
     """
 
     learners: tuple[int, ...] | None
@@ -95,18 +101,18 @@ class BatchSource(Protocol):
         phase: Phases,
         learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
-        """Yield the rewarded rows of ``step``, equal on all ``learners``, and this rank's sampling metrics.
+        """Yield the batch of ``step`` with rewards, equal on all ``learners``, and sampling metrics.
 
-        The rows are None on ranks that only sample. What these ranks sample during the block is gathered when
-        the block ends. Collective over the world.
+        The metrics are those of this rank. The batch is None on ranks that only sample. The responses that
+        these ranks sample during the block are gathered at its end. Collective over the world.
         """
         ...
 
 
 class SameStepBatches:
-    """Batches that every rank samples in the step that learns from them.
+    """Source of batches that are sampled in the same step that trains on them, on all ranks.
 
-    Dynamic sampling repeats generation and rewards until enough groups have rewards that differ.
+    Dynamic sampling repeats generation and rewards until enough groups have rewards that are not all equal.
     """
 
     learners: tuple[int, ...] | None = None
@@ -136,7 +142,7 @@ class SameStepBatches:
         rounds: list[ScoredBatch] = []
         sync_metrics = Metrics()
         while prompt_count := prompts_to_add(rounds, self.algorithm, self.config):
-            # Every round of a step has a seed of its own, see `step_seed`.
+            # Every round of a step has a different seed, see `step_seed`.
             seed = step_seed(self.config, step) + len(rounds)
             with (
                 phase("generate"),
@@ -166,25 +172,25 @@ def train_step(
 ) -> StepResult | None:
     """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
-    The batch is the same value on every rank that learns. ``state`` is the algorithm's state between steps,
-    such as an adaptive KL coefficient. Returns None on ranks that only sample. Collective over the world.
+    ``state`` is the algorithm's state between steps, such as an adaptive KL coefficient. Returns None on
+    ranks that only sample. Collective over the world.
     """
-    # The ranks that hold the batch: all ranks, unless some only sample for later steps.
+    # The ranks that have the batch: all ranks, unless some only sample for later steps.
     learners = ReplicaGroup(batches.learners, phase.gather_stats)
     result = None
 
     with batches.next(step, phase, learners) as (batch, sampling_metrics):
         if batch is not None:
-            # Forward passes of actor, critic and reference, each on its own ranks.
+            # Run the forward passes of actor, critic and reference, each on its role's ranks.
             with phase("score"):
                 batch = compute_log_probs(batch, roles, config, step, learners)
 
-            # Pure functions of the replicated batch: every learner computes the same advantages.
+            # Every learner computes the same advantages: they are pure functions of the replicated batch.
             with phase("estimate"):
                 train_batch, batch_metrics = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
                 require_tokens(train_batch, batch_metrics)
 
-            # Optimizer steps of critic and actor, with global loss denominators.
+            # Run the optimizer steps of critic and actor, with loss denominators over all ranks.
             with phase("learn"):
                 update = update_weights(
                     train_batch,
@@ -199,6 +205,7 @@ def train_step(
 
             result = _step_result(
                 batch,
+                train_batch,
                 batch_metrics,
                 sampling_metrics,
                 update,
@@ -206,7 +213,7 @@ def train_step(
                 state,
             )
 
-    # On every rank: the version decides whether the next generation syncs weights, which is collective.
+    # On every rank: this increments the version, on which the next weight sync depends, which is collective.
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
     return result
@@ -223,33 +230,154 @@ def compute_log_probs(
 ) -> ScoredBatch:
     """Run the actor, critic and reference forward passes and attach their log-probs and values.
 
-    Runs `Roles.scorers` and the actor, whose pass is skipped if the first pass of `update_weights` gives the
-    same log-probs, unless ``actor_scores``. An output without a field in `Scores` goes to its ``columns``.
-    Collective over the learners.
+    The actor's pass is skipped if the first pass of `update_weights` computes the same log-probs;
+    ``actor_scores`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in its
+    ``columns``. Collective over the learners.
     """
     roles_to_run = list(roles.scorers.values())
     if actor_scores or roles.scoring_pass or not actor_learns(config, roles, step):
         roles_to_run.insert(0, roles.actor)
 
-    # All roles start before any output is gathered: those on ranks of their own work at the same time.
-    shards = [role.infer(batch.rollouts) for role in roles_to_run]
-    columns: dict[str, Tensor] = {}
-    for shard in shards:
-        columns |= learners.gather_rows(shard).tokens
+    # Requests to a teacher's server run in a thread while the roles compute.
+    pending: Future[TeacherResults] | None = None
+    served = roles.served_teacher
+    rows_by_role = _rows_by_teacher(batch, roles, config)
+    if served is not None:
+        served_rows = rows_by_role.get(served.name)
+        rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
+        pending = served.start(rollouts, learners.rank == learners.ranks[0])
 
-    # The remaining columns are outputs without a field in `Scores`.
+    # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
+    shards: list[tuple[list[int] | None, RowShard]] = []
+    for role in roles_to_run:
+        rows = rows_by_role.get(role.name)
+        if rows is None:
+            shards.append((None, role.infer(batch.rollouts)))
+        elif rows:
+            shards.append((rows, role.infer(batch.rollouts.rows(rows))))
+
+    columns: dict[str, Tensor] = {}
+    for rows, shard in shards:
+        outputs = learners.gather_rows(shard).tokens
+        if rows is None:
+            columns |= outputs
+        else:
+            _scatter_columns(columns, outputs, batch.rollouts.lengths, rows)
+    if pending is not None:
+        assert served is not None
+        batch = _add_served_columns(batch, columns, pending.result(), rows_by_role.get(served.name), learners)
+
+    # Store the outputs in the fields of `Scores`; the remaining ones are extra columns.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
     return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
 
 
+def _rows_by_teacher(
+    batch: ScoredBatch,
+    roles: Roles,
+    config: RunConfig,
+) -> dict[str, list[int]]:
+    """Return the rows of the tasks of each teacher by its role's name; empty without teachers of tasks.
+
+    Raises UserError for a task that no teacher has.
+    """
+    if not config.teachers:
+        return {}
+    teachers = teacher_of_task(config)
+    names = [name for name in roles.scorers if name == TEACHER.name or name in teachers.values()]
+    other_tasks = TEACHER.name
+    if roles.served_teacher is not None:
+        other_tasks = roles.served_teacher.name
+        names.append(other_tasks)
+    # The algorithm may use none of them.
+    if not names:
+        return {}
+
+    # A script with its own step may score rows without their prompts.
+    if len(batch.prompts) != len(batch.rollouts):
+        raise UserError(
+            "teachers of tasks need the prompts of the rows",
+            where="teachers",
+            expected=f"{len(batch.rollouts)} prompts",
+            got=f"{len(batch.prompts)}",
+            fix="use one `teacher` for all tasks",
+        )
+
+    rows: dict[str, list[int]] = {section_of(name): [] for name in names}
+    for row, task in enumerate(batch.prompts.tasks):
+        section = section_of(teachers.get(task, other_tasks))
+        if section not in rows:
+            raise UserError(
+                f"the task {task!r} has no teacher",
+                where="teachers",
+                expected=f"a teacher for each task; they have {', '.join(sorted(teachers))}",
+                got=f"a response to {task!r}",
+                fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
+            )
+        rows[section].append(row)
+    return rows
+
+
+def _scatter_columns(
+    columns: dict[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    lengths: Tensor,
+    rows: list[int],
+) -> None:
+    """Write the outputs for some rows into columns of all rows, which are 0 where no role has written."""
+    index = token_index(lengths, torch.tensor(rows, dtype=torch.long))
+    for name, values in outputs.items():
+        if name not in columns:
+            columns[name] = values.new_zeros((int(lengths.sum()), *values.shape[1:]))
+        columns[name][index] = values
+
+
+def _add_served_columns(
+    batch: ScoredBatch,
+    columns: dict[str, Tensor],
+    results: TeacherResults,
+    rows: list[int] | None,
+    learners: ReplicaGroup,
+) -> ScoredBatch:
+    """Write a served teacher's outputs into ``columns``, and return the batch without its failed rows.
+
+    ``rows`` are those of its tasks, or None for all. Collective over the learners.
+    """
+    if rows is None:
+        rows = list(range(len(batch.rollouts)))
+    gathered = learners.gather_rows(results.shard)
+    _scatter_columns(columns, gathered.tokens, batch.rollouts.lengths, rows)
+
+    # A row without log-probs is invalid everywhere, as one without a reward.
+    failed = {
+        row for row, is_valid in zip(rows, gathered.values[VALID].tolist(), strict=True) if not is_valid
+    }
+    valid = batch.scores.valid.clone()
+    valid[sorted(failed)] = False
+    reasons = tuple(
+        NO_LOG_PROBS if row in failed and reason is None else reason
+        for row, reason in enumerate(batch.reasons)
+    )
+    return replace(
+        batch,
+        scores=replace(batch.scores, valid=valid),
+        reasons=reasons,
+        metrics=batch.metrics + results.metrics,
+        failures=(
+            *batch.failures,
+            *(failure._replace(row=rows[failure.row]) for failure in results.failures),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
-    """Outcome of a step's updates of critic and actor on this rank."""
+    """Result of a step's updates of critic and actor on this rank."""
 
     scores: Scores
-    """The batch's scores, with the actor's log-probs before its first update."""
+    """The batch's scores, including the actor's log-probs before its first update."""
     metrics: Metrics
-    """Losses and optimizer statistics of this rank alone."""
+    """Losses and optimizer statistics of this rank only."""
 
 
 def update_weights(
@@ -264,9 +392,9 @@ def update_weights(
 ) -> WeightUpdate:
     """Update the critic's and the actor's weights, one optimizer step per mini-batch.
 
-    Before the actor's weights change, its log-probs are compared with the rollout engine's. They come from
-    `compute_log_probs`, or else from the first pass here, which runs on the same weights. Raises
-    MismatchError. Collective over the learners.
+    Before the actor's weights change, its log-probs are compared with those of the rollout engine. They come
+    from `compute_log_probs` if that ran the actor, otherwise from the first pass here, which uses the same
+    weights. Raises MismatchError if they differ too much. Collective over the learners.
     """
 
     def compare_with_engine(scores: Scores) -> None:
@@ -274,13 +402,13 @@ def update_weights(
         difference = fresh_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
         check_mismatch(difference, config.mismatch)
 
-    # With a scoring pass, a mismatch is found before any role's weights change.
+    # If `compute_log_probs` ran the actor, raise a mismatch before any role's weights change.
     scores = batch.scores
     metrics = Metrics()
     if scores.old_log_probs is not None:
         compare_with_engine(scores)
 
-    # The same mini-batches for critic and actor, in an order that depends on the step alone.
+    # Critic and actor use the same mini-batches, whose order depends only on the step's seed.
     seed = step_seed(config, step)
     batches = list(
         minibatches(
@@ -292,8 +420,8 @@ def update_weights(
         )
     )
 
-    # One role after the other, so that only one needs to be in device memory on ranks that they share. On
-    # ranks of their own they still learn at the same time.
+    # Update one role after the other, so that on shared ranks only one must be in device memory. On disjoint
+    # ranks their updates still run in parallel.
     if roles.critic is not None:
         with roles.critic.resident():
             for minibatch in batches:
@@ -303,7 +431,7 @@ def update_weights(
         objective = partial(policy_objective, algorithm, state=state)
         with roles.actor.resident():
             for minibatch in batches:
-                # Without a scoring pass, the first pass has the log-probs of the weights before the step.
+                # The first pass runs before any optimizer step, so its log-probs are the old policy's.
                 is_first_pass = scores.old_log_probs is None
                 shard, pass_metrics = roles.actor.accumulate(
                     minibatch, objective, reads_outputs=is_first_pass
@@ -326,7 +454,8 @@ def scatter_log_probs(
 ) -> Scores:
     """Scatter the actor's outputs for a mini-batch back into the scores of the full batch.
 
-    ``lengths``: [B] int64, tokens of each row of the full batch. Tokens outside the mini-batch get 0.
+    ``lengths``: [B] int64, number of tokens of each row of the full batch. Tokens outside the mini-batch get
+    0.
     """
     assert minibatch.position is not None
     index = token_index(lengths, minibatch.position)
@@ -337,26 +466,31 @@ def scatter_log_probs(
 
 def _step_result(
     batch: ScoredBatch,
+    train_batch: TrainBatch,
     batch_metrics: Metrics,
     sampling_metrics: Metrics,
     update: WeightUpdate,
     algorithm: Algorithm,
     state: AlgorithmState,
 ) -> StepResult:
-    """Return a step's metrics and the algorithm's next state."""
-    # Without a scoring pass, the update has found the log-probs that these metrics and the state need.
+    """Combine a step's metrics, and compute the algorithm's next state."""
+    # If the actor's log-probs come from the update, these metrics could not be computed before it.
     if batch.scores.old_log_probs is None:
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)
     local_metrics = sampling_metrics + batch.metrics + update.metrics
-    return StepResult(batch_metrics, local_metrics, batch, state)
+
+    advantages = train_batch.advantages
+    if advantages is not None:
+        advantages = masked_row_means(advantages, batch.rollouts.response_mask, batch.rollouts.lengths)
+    return StepResult(batch_metrics, local_metrics, batch, state, advantages)
 
 
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
-    """Return a step's metrics, the ranks' local ones summed. Collective over the world.
+    """Sum a step's local metrics over all ranks, and add the metrics of the batch. Collective over the world.
 
-    Metrics cross the ranks here, once per step. A rank that did not learn has no ``result``, and gets the
-    summed metrics without the batch's. Raises UserError if every token was rejected.
+    This is the only gather of metrics in a step. A rank that only sampled has ``result`` None, and gets the
+    sums without the metrics of the batch. Raises UserError if every token was rejected.
     """
     if result is None:
         return gather_metrics(local_metrics)
@@ -367,14 +501,14 @@ def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
-    """Return whether the actor learns in ``step``: not while the critic warms up."""
+    """Return whether the actor is updated in ``step``, which it is not during the critic's warmup."""
     return roles.critic is None or config.critic is None or step > config.critic.warmup_steps
 
 
 def step_seed(config: RunConfig, step: int) -> int:
-    """Return the seed of all random draws of a step, which a resumed run repeats.
+    """Return the seed of a step's random draws, which depends only on the run's seed and the step.
 
-    The next 999 seeds are for further rounds of sampling in the same step.
+    The next 999 numbers are the seeds of further rounds of sampling in the same step.
     """
     return (config.seed * 1_000_003 + step) * 1_000
 
@@ -382,7 +516,7 @@ def step_seed(config: RunConfig, step: int) -> int:
 def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     """Raise UserError if a batch has responses with rewards, but no token with a loss.
 
-    Batches without any valid reward pass: `reward.max_invalid_fraction` bounds these.
+    A batch without any valid reward is accepted here: `reward.max_invalid_fraction` limits failed rewards.
     """
     counts = batch.response_counts
     has_rewards = counts is not None and bool(counts.any())
@@ -392,7 +526,10 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 
 
 def require_unrejected(metrics: Metrics) -> None:
-    """Raise UserError if every token was rejected, which the update measures with `Correction.bypass`."""
+    """Raise UserError if importance-ratio rejection removed every token of the step.
+
+    With `Correction.bypass`, this is only known after the update, from its metrics.
+    """
     values = metrics.values()
     # `>=` instead of `==`: the fraction is a quotient of floating-point sums.
     if values.get("mismatch/rejected_fraction", 0.0) >= 1:
@@ -400,12 +537,13 @@ def require_unrejected(metrics: Metrics) -> None:
 
 
 def _no_tokens_error(values: Mapping[str, float]) -> UserError:
-    """Return the error of a step whose loss has no token."""
+    """Return the error of a step in which no token has a loss."""
     rejected = values.get("mismatch/rejected_fraction", 0.0)
     log_ratio = -values.get("mismatch/kl", 0.0)
     truncated = values.get("response/truncated_fraction", 0.0)
 
-    # Two filters can remove every token: rejection by importance ratio, and that of truncated responses.
+    # Two filters can remove every token: rejection by importance ratio, and the filter of truncated
+    # responses.
     if rejected:
         path = "algorithm.correction.rejection"
         fix = "widen the bands of rejection, lower asynchrony.steps_ahead or batch.optimizer_steps"
@@ -431,8 +569,9 @@ def fresh_difference(
 ) -> float | None:
     """Return the mean absolute difference of trainer and engine log-probs per response token, in nats.
 
-    Only tokens of ``valid`` rows ([B] bool) that the weights of ``version`` sampled count: on older tokens
-    the two also differ by the updates since. None without such a token.
+    The mean is over tokens of ``valid`` rows ([B] bool) that were sampled by weights of ``version``: for
+    older tokens the difference would include the weight updates since. Returns None if there is no such
+    token.
     """
     if scores.old_log_probs is None:
         return None
@@ -443,7 +582,7 @@ def fresh_difference(
     if versions is None:
         versions = rollouts.policy_version[rows]
 
-    # In float64: the sum over a large batch has more digits than float32 holds.
+    # Sum in float64: float32 has too few digits for a large batch.
     fresh = rollouts.response_mask & (versions == version) & valid[rows]
     difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
     if not len(difference):
@@ -452,16 +591,17 @@ def fresh_difference(
 
 
 class MismatchError(RuntimeError):
-    """Trainer and rollout engine whose log-probs differ by more than `mismatch.stop`."""
+    """Log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
-    """Raise MismatchError if `fresh_difference` is above ``stop``; the health rule ``mismatch`` warns below.
+    """Raise MismatchError if the result of `fresh_difference` is above `mismatch.stop`.
 
-    A silent difference of trainer and rollout engine ruins runs: the gradients are of another policy.
+    The gradients would be those of a different policy than the one that sampled. The health rule ``mismatch``
+    warns of smaller differences.
     """
     assert config.stop is not None, "the configuration is resolved"
-    # A NaN is above no threshold, and must stop the run.
+    # Not `difference > stop`: a NaN must stop the run, too.
     if difference is None or difference <= config.stop:
         return
 
@@ -476,9 +616,9 @@ def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
 class Phases:
     """Timer of the phases of a step on this rank, and the process's current phase.
 
-    ``current``: name of the innermost open phase.
+    ``current``: name of the innermost current phase.
     ``step``: number of the step, from 1; 0 before the first.
-    ``gather_stats``: cost of gathering rows since the last call of `metrics`.
+    ``gather_stats``: seconds and bytes of gathers of rows since the last call of `metrics`.
     """
 
     def __init__(self) -> None:
@@ -495,13 +635,14 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block as ``time/<name>`` in seconds and its ``memory/<name>_peak_bytes``.
+        """Measure the block's seconds (``time/NAME``) and peak device memory (``memory/NAME_peak_bytes``).
 
-        After an exception ``current`` is still this phase, so that the report of a failure can name it.
+        After an exception, ``current`` remains this phase, so that the report of the failure can name it.
         """
         outer = self.current
         self.current = name
-        # Kernels are asynchronous: without a synchronization the time of earlier kernels would be included.
+        # Kernels are asynchronous: without this synchronization, the time of earlier kernels would be
+        # included.
         device.synchronize()
         start = time.perf_counter()
 
@@ -513,8 +654,8 @@ class Phases:
         self.current = outer
 
     def metrics(self) -> Metrics:
-        """Return the measurements since the last call as maxima over ranks, and reset them."""
-        # Maxima, since the slowest rank and the fullest device limit the job.
+        """Return and reset the measurements since the last call, as metrics to be maximised over ranks."""
+        # The slowest rank and the fullest device limit the job, hence maxima.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}
         if self._peak_bytes:

@@ -1,4 +1,4 @@
-"""Report of a rank that ran out of device memory: its phase, largest tensors, the estimate, and the fix."""
+"""Error report of a rank that ran out of device memory: phase, largest tensors, estimate and fix."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megatron_rl.shapes.pretrained import read_pretrained
 
 _GIB = 2**30
 _LISTED_ITEMS = 4
-"""Items of the estimate that a report names, the largest first."""
+"""Maximum number of items of the estimate in a report, the largest first."""
 
 
 def out_of_memory_error(
     config: RunConfig, error: BaseException, rank_text: str, phase: str, step: int
 ) -> UserError | None:
-    """Return the report of a rank that ran out of device memory, None for any other exception.
+    """Return the report of a rank that ran out of device memory, or None for any other exception.
 
-    ``rank_text``: description of this rank; ``phase`` and ``step``: where it was.
+    ``rank_text``: description of this rank. ``phase``, ``step``: phase and step in which the error occurred.
     """
     if isinstance(error, OutOfMemory):
         shortage = error.shortage
     elif isinstance(error, torch.OutOfMemoryError):
-        # Outside of a pass: in generation, a weight sync or an optimizer step.
+        # Not in a forward or backward pass, but in generation, a weight sync or an optimizer step.
         shortage = Shortage("", device.rank(), 0, first_line(error), largest_tensors(None))
     else:
         return None
@@ -56,8 +56,8 @@ def out_of_memory_error(
 
 
 def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
-    """Return what `check` estimates for a rank in a phase, with the largest items."""
-    # Stages have phases of their own names, and only train.
+    """Return the memory that `check` estimates for a rank in a phase, as text with the largest items."""
+    # Phases of stages have other names, and use the memory of training.
     estimated_phase = phase if phase in ("generate", "score") else "learn"
     try:
         layouts = role_layouts(config, device.world_size())
@@ -70,10 +70,10 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
             batch = batch_plan(config, layouts)
         plans = memory_plan(config, layouts, shapes, batch)
     except Exception as problem:
-        # The report must appear, whatever prevents the estimate.
+        # Report the out-of-memory error even if the estimate fails.
         return f"a rank that fits; `check` has no estimate: {first_line(problem)}"
 
-    # Ranks with equal items are listed once, by the first of them.
+    # The plan lists only the first of several ranks with equal items.
     plan = next((plan for plan in plans if plan.rank == rank), plans[0])
     items = [item for item in plan.items if estimated_phase in item.phases]
     items.sort(key=lambda item: -item.bytes)
@@ -85,7 +85,10 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
 
 
 def _fix(config: RunConfig, in_pass: bool, phase: str) -> str:
-    """Return the keys that lower the memory of the phase."""
+    """Return the advice, with configuration keys, that lowers the memory of the phase.
+
+    ``in_pass``: whether a forward or backward pass ran out of memory.
+    """
     if phase == "generate":
         return "lower rollout.memory_fraction, or rollout.max_in_flight"
     if not in_pass:

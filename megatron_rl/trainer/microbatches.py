@@ -1,4 +1,4 @@
-"""Tokens per micro-batch of the roles of a run, from one step to the next."""
+"""Adaptation of the tokens per micro-batch to the memory that passes have used: `batch.memory_target`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from megatron_rl.trainer.state import TrainerState
 
 _GIB = 2**30
 _SMALLER_DEVICE = 0.95
-"""Share of the stated memory that a device must have: the driver keeps some for itself."""
+"""Fraction of `gpu_memory_gib` that the device must report: the driver reserves some memory."""
 
 
 class MicroBatchControl:
-    """Tokens per micro-batch of the roles of a run, by the budget in its state."""
+    """Sets the tokens per micro-batch of all roles from the memory budget in the run's state.
+
+    Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
+    """
 
     def __init__(self, job: Job, roles: Roles, state: TrainerState) -> None:
         self._job = job
@@ -46,14 +49,14 @@ class MicroBatchControl:
             )
 
     def resume(self) -> None:
-        """Apply the budget of the checkpoint that the state was restored from, and print it."""
+        """Apply the budget that was restored from a checkpoint, and print it if it is not the estimate."""
         budget = self._state.budget
         if budget is not None and budget.tokens != budget.estimate:
             self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
         self._apply()
 
     def _apply(self) -> None:
-        """Set the tokens per micro-batch of all roles to those of the budget, if there is one."""
+        """Set the tokens per micro-batch of all roles from the budget, if there is one."""
         budget = self._state.budget
         if budget is None:
             return
@@ -61,36 +64,39 @@ class MicroBatchControl:
             role.tokens_per_microbatch = budget.tokens
 
     def after_step(self, values: Mapping[str, float]) -> Metrics:
-        """Adapt the budget to the measurements of a step; ``values`` are its metrics over all ranks.
+        """Adapt the budget to a step's memory use, and print a change.
 
-        Return the tokens per micro-batch of the step. Every rank has the same values, so all ranks change
-        alike.
+        ``values``: the step's metrics, gathered over all ranks, so that all ranks compute the same budget.
+        Returns the metric of the tokens per micro-batch in this step.
         """
         announce_split_passes(self._job, values)
-        before = self._state.budget
-        if before is None:
+        old_budget = self._state.budget
+        if old_budget is None:
             return Metrics()
 
         resident = values.get(RESIDENT_BYTES)
         per_token = values.get(BYTES_PER_TOKEN)
-        budget = before.after_step(resident, per_token, values.get(SPLIT_TOKENS))
+        budget = old_budget.after_step(resident, per_token, values.get(SPLIT_TOKENS))
         self._state.budget = budget
         self._apply()
 
-        if budget.tokens != before.tokens:
+        if budget.tokens != old_budget.tokens:
             reason = "the repeated passes"
             if resident is not None and per_token is not None:
                 reason = f"{resident / _GIB:.1f} GiB and {per_token / 2**20:.2f} MiB a token are in use"
             self._job.say(
                 f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
-                f"{budget.tokens:,} tokens, {before.tokens:,} before: {reason}, of "
+                f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}, of "
                 f"{budget.allowed / _GIB:.1f} GiB"
             )
-        return Metrics.of({"memory/tokens_per_microbatch": before.tokens})
+        return Metrics.of({"memory/tokens_per_microbatch": old_budget.tokens})
 
 
 def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
-    """Print how many passes of a step ran out of memory and were repeated, by its metrics over all ranks."""
+    """Print how many passes of a step ran out of memory and were repeated on smaller micro-batches.
+
+    ``values``: the step's metrics, gathered over all ranks.
+    """
     split = values.get(SPLIT_TOKENS)
     if split is None:
         return
@@ -103,7 +109,7 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
 
 
 def _advice(config: RunConfig) -> str:
-    """Return the setting that makes micro-batches smaller, as a clause."""
+    """Return a clause with the setting that makes micro-batches smaller, for the console."""
     if config.batch.memory_target is not None:
         return "the next steps have no larger ones; lower batch.memory_target"
     return "each such pass takes its time twice; lower batch.tokens_per_microbatch"

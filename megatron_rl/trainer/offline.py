@@ -1,4 +1,4 @@
-"""Work on checkpoints outside a run: evaluate them, or export one."""
+"""Evaluation and export of checkpoints outside a run."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
 
 MEGATRON_HINT = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
-"""How Megatron-LM loads an exported checkpoint, which has weights and no optimizer."""
+"""Hint on the console how Megatron-LM loads an exported checkpoint, which has no optimizer."""
 
 
 def evaluate_checkpoints(
     config: RunConfig, paths: Sequence[Path], *, trusted: bool = False
 ) -> list[dict[str, float]]:
-    """Evaluate Hugging Face models and checkpoints of runs; print their metrics and return them by path.
+    """Evaluate Hugging Face models and checkpoints of runs; print and return the metrics of each path.
 
-    All must be of the configuration's model, which is built once and loads one checkpoint after the other.
-    ``trusted`` as for `checkpoint.load_model`. Collective over the world.
+    All must have the architecture of the configuration's model, which is built once and loads one checkpoint
+    after the other. ``trusted``: whether checkpoints may contain code. Collective over the world.
     """
     phases = Phases()
     with report_failure(config, phases):
         hf_models = [path for path in paths if not is_checkpoint(path)]
         _require_same_model(config, paths, hf_models)
 
-        # The data first: its errors are found before the ranks wait for each other.
+        # Load the data first, so that its errors are raised before the ranks communicate.
         tokenizer = load_tokenizer(config.model.path, RunFolder(config.run_dir).read_first_start())
         with phases("data"):
             sources = {
@@ -94,20 +94,23 @@ def evaluate_checkpoints(
         # Evaluate one model after the other in the same roles.
         metrics = [_evaluate_path(config, path, roles, sets, phases, trusted) for path in paths]
 
-        # Release processes and the engine before the job ends.
+        # End reward processes and the engine before the job ends.
         for evaluation_set in sets:
             evaluation_set.close()
         roles.close()
         if device.rank() == 0:
             print(table([str(path) for path in paths], metrics), flush=True)
         watch.leave()
-        # After the table, which shows the metrics even if too many rewards failed.
+        # Raise only after the table is printed, so that metrics are shown even if too many rewards failed.
         _require_rewards(config, paths, metrics)
     return metrics
 
 
 def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Sequence[Path]) -> None:
-    """Raise UserError if the models cannot be loaded into one model one after the other."""
+    """Raise UserError if the checkpoints and models in ``paths`` cannot all be loaded into the same roles.
+
+    ``hf_models``: those of ``paths`` that are Hugging Face models.
+    """
     model = read_pretrained(Path(config.model.path) / "config.json")
     for path in hf_models:
         identity = model_identity(read_pretrained(path / "config.json"))
@@ -118,7 +121,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
             "evaluate it with a configuration whose model.path it is",
         )
 
-    # A checkpoint of adapters is loaded into a model with adapters, which a complete model does not fit.
+    # Checkpoints of adapters need a model with adapters, complete models one without.
     if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
         raise UserError(
             "checkpoints with adapters and complete models cannot be evaluated by one command",
@@ -130,7 +133,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template, which all sets have in common."""
+    """Return whether the prompts were rendered with the chat template, which is equal for all sets."""
     return next(iter(sources.values())).templated
 
 
@@ -162,7 +165,7 @@ def _require_rewards(
     paths: Sequence[Path],
     metrics: Sequence[Mapping[str, float]],
 ) -> None:
-    """Raise UserError if so many rewards failed that a run would have stopped."""
+    """Raise UserError if more rewards failed on a set than `reward.max_invalid_fraction` allows."""
     max_fraction = config.reward.max_invalid_fraction
     for path, values in zip(paths, metrics, strict=True):
         for name in config.evaluation.sets:
@@ -178,11 +181,11 @@ def _require_rewards(
 
 
 def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
-    """Return the metrics of models as text: a line per metric, a column per model.
+    """Format the metrics of models as text, with a line per metric and a column per model.
 
-    An interval follows its value. With several models the columns are numbered, and the models listed above.
+    An interval follows its value. Several models are numbered, and listed with their numbers above the table.
     """
-    # The bounds of an interval are shown with the metric that they belong to.
+    # The bounds of intervals are metrics, too, but are shown next to the metric to which they belong.
     is_interval = tuple(f"_{end}" for end in INTERVALS)
     metric_names = list(dict.fromkeys(name for values in metrics for name in values))
     metric_names = [name for name in metric_names if not name.endswith(is_interval)]
@@ -196,7 +199,7 @@ def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     for name in metric_names:
         rows.append([name, *(_with_interval(name, values) for values in metrics)])
 
-    # Columns as wide as their longest cell.
+    # Pad each column to its longest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -205,7 +208,7 @@ def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
 
 
 def _with_interval(name: str, values: Mapping[str, float]) -> str:
-    """Return a metric's value, with its interval if there is one."""
+    """Format a metric's value, with its interval if it has one; "-" if the model lacks the metric."""
     if name not in values:
         return "-"
     low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
@@ -220,14 +223,14 @@ def export_checkpoint(
     form: str = "hf",
     trusted: bool = False,
 ) -> None:
-    """Export a run's checkpoint with the processes that the launcher started.
+    """Export a run's checkpoint to the folder ``out``.
 
-    ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads, ``peft``
-        for the adapters alone.
-    ``trusted``: as for `checkpoint.load_model`.
+    ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM can load,
+        ``peft`` for the adapters only.
+    ``trusted``: whether the checkpoint may contain code.
 
-    With as many processes as the run had, its own layout is used; otherwise the layers are distributed over
-    the processes. Collective over the world.
+    If there are as many processes as in the run, the run's layout is used; otherwise each process is a
+    pipeline stage. Collective over the world.
     """
     config, layout = _export_config(path)
     if form == "peft" and config.actor.lora is None:
@@ -243,14 +246,14 @@ def export_checkpoint(
         raise requires(
             "--format",
             "peft",
-            "a model that is a language model alone",
+            "a model that is only a language model",
             got=f"the multimodal {config.model.path}, of which PEFT would adapt the vision tower too",
             fix="remove --format, which merges the adapters",
         )
 
     phases = Phases()
     with report_failure(config, phases), phases("export"):
-        # Arguments that Megatron-LM reads from a checkpoint, and the iteration that the run began with.
+        # Arguments that Megatron-LM reads from a checkpoint, and the iteration at the run's start.
         arguments = {}
         first_iteration = 0
         if form == "megatron":
@@ -258,7 +261,7 @@ def export_checkpoint(
         _join(config, phases)
         require_intact_models(from_first_rank(lambda: existing_models(config)))
 
-        # A distributed checkpoint can be loaded into any layout.
+        # Any layout can load a distributed checkpoint.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)
         meta = checkpoint.load_model(path, model, trusted=trusted)
         if form == "megatron":
@@ -278,7 +281,7 @@ def export_checkpoint(
 
 
 def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
-    """Return the configuration of a checkpoint's run, and the layout to load the checkpoint with."""
+    """Return the configuration of a checkpoint's run, and a layout for the number of available processes."""
     folder = folder_of_checkpoint(path)
     if folder is None:
         raise UserError(
@@ -289,19 +292,19 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
             fix="name a checkpoint inside its run folder: RUN/checkpoints/step_N",
         )
 
-    # The layout of the run fits as many ranks as the run had.
+    # With the run's number of ranks, use the run's layout.
     world_size = device.world_size()
     config = load_config(folder.config)
     if config.world_size == world_size:
         return config, resolve(config, world_size).config.actor.layout
 
-    # Otherwise pipeline stages only: any number of them can hold the layers.
+    # Otherwise use pipeline parallelism only: layers can be distributed over any number of stages.
     config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
     return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 
 
 def _join(config: RunConfig, phases: Phases) -> None:
-    """Join a job that has nothing to save when it is stopped. Collective over the world."""
+    """Start communication between the ranks and the hang detector. Collective over the world."""
     watch.join(
         config.rank_timeout,
         lambda: f"{describe_rank(config, device.rank())} {phases.location}",

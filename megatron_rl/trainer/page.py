@@ -1,11 +1,10 @@
-"""HTML pages that need no other file: tables, pictures, and a browser of samples.
+"""HTML pages that need no other file: tables, charts, and a browser of samples.
 
-The templates in `pages/` are rendered by jinja2, which escapes every text.
+jinja2 renders the templates in `pages/` and escapes every text.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from markupsafe import Markup
 
 @cache
 def _templates() -> Environment:
-    """Return the environment that loads and renders the templates."""
+    """Return jinja2's environment, which loads and renders the templates."""
     templates = Environment(
         loader=PackageLoader("megatron_rl.trainer", "pages"),
         autoescape=True,
@@ -26,7 +25,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
 
-    # JSON has no NaN: better an error here than in the reader's browser.
+    # JSON has no NaN: raise an error here instead of writing a page that browsers cannot load.
     templates.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,
         "allow_nan": False,
@@ -35,17 +34,18 @@ def _templates() -> Environment:
 
 
 def _render(template: str, **values: Any) -> Markup:
+    """Render a template with values."""
     return Markup(_templates().get_template(template).render(**values))
 
 
 def write(path: Path, title: str, sections: Sequence[Markup]) -> None:
-    """Write a page of ``sections``; lone surrogates become question marks."""
+    """Write a page that consists of ``sections``; lone surrogates are replaced by question marks."""
     page = _render("page.html", title=title, parts=sections)
     path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def heading(text: str) -> Markup:
-    """Return a heading within a page."""
+    """Return a heading of a section."""
     return Markup("<h2>{}</h2>").format(text)
 
 
@@ -59,26 +59,37 @@ def table(
     rows: Sequence[Sequence[str]],
     numeric: Sequence[int] = (),
 ) -> Markup:
-    """Return a table; the columns with the indices ``numeric`` are aligned to the right."""
+    """Return a table; ``numeric`` are the indices of the columns that are aligned to the right."""
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 
 
-def pictures(titled: Sequence[tuple[str, bytes]]) -> Markup:
-    """Return SVG pictures with their titles, side by side if there is room."""
-    encoded = [(title, base64.b64encode(picture).decode()) for title, picture in titled]
-    return _render("pictures.html", pictures=encoded)
+def about(rows: Sequence[tuple[str, str]]) -> Markup:
+    """Return the facts about a page's subject: names and values, without headings."""
+    return _render("about.html", rows=rows)
+
+
+def folded(title: str, content: Markup) -> Markup:
+    """Return content that is shown once its title is clicked."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(title, content)
+
+
+def charts(charts: Sequence[Mapping[str, Any]]) -> Markup:
+    """Return charts by the values of `curves.charts`, side by side if there is room; once per page."""
+    return _render("charts.html", charts=charts)
 
 
 def text(content: str) -> Markup:
-    """Return preformatted text."""
+    """Return a section of preformatted text."""
     return Markup("<pre>{}</pre>").format(content)
 
 
-def sample_browser(rows: Sequence[Mapping[str, Any]]) -> Markup:
+def sample_browser(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[str, Any]]) -> Markup:
     """Return a list of samples with filters.
 
-    Each sample has set, step, prompt, response, truth, reward, length, finish, turns and failure; from truth
-    on they may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown
-    turn by turn. Text of a model or a data set is never interpreted as HTML or as a program.
+    Each sample has set, step, prompt, response, truth, reward, components, advantage, length, finish, turns,
+    failure, group, group_size and marks; absent values are None or empty. A turn has role, content, tokens,
+    and calls as texts; a sample with turns is shown turn by turn. ``counts`` has the numbers of ``stored``
+    and ``shown`` samples by ``set`` and ``step``. Text of a model or a data set is never interpreted as HTML
+    or as a program.
     """
-    return _render("samples.html", rows=rows)
+    return _render("samples.html", samples={"rows": rows, "counts": counts})

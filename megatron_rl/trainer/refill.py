@@ -1,8 +1,8 @@
 """Resampling of the responses that filters remove: `rollout.filters.refill`.
 
-The one idea: a filter judges one row, so a new response to the same prompt can replace the row before any
-reward is computed. Its seed follows from the row and the number of the attempt: no response depends on which
-other rows were removed.
+The one idea: a filter decides about each row independently, so a new response to the same prompt can replace
+a removed row before rewards are computed. The new response's seed depends only on the row and the number of
+the attempt, not on which other rows were removed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def refill(
     seed: int,
     members: ReplicaGroup,
 ) -> SampledBatch:
-    """Sample the rows that filters remove again, up to `rollout.filters.refill` times.
+    """Sample new responses for the rows that filters remove, up to `rollout.filters.refill` times.
 
-    ``seed``: seed of the round that sampled the batch. Call it while the engine is awake. Collective over
-    the members, which are all ranks.
+    Returns the batch with the new responses. ``seed``: seed of the round that sampled the batch. The engine
+    must be awake. Collective over the replica group, which must be all ranks.
     """
-    tries = source.config.rollout.filters.refill
-    if not tries:
+    max_attempts = source.config.rollout.filters.refill
+    if not max_attempts:
         return sampled
 
     rollouts = sampled.rollouts
     count = len(rollouts)
     prompts = sampled.prompts.repeat(count // max(len(sampled.prompts), 1))
     early = dict(sampled.early)
-    refilled = 0
-    for attempt in range(1, tries + 1):
+    num_refilled = 0
+    for attempt in range(1, max_attempts + 1):
         filtered = source.roles.reward.filter(prompts, rollouts, members, early)
         removed = sorted(filtered.names)
         if not removed:
@@ -49,16 +49,16 @@ def refill(
         seeds = row_seeds(seed, [attempt * count + row for row in removed])
         responses = _sample(source, prompts.rows(removed), seeds, seed, members)
         rollouts = _with_rows(rollouts, removed, responses)
-        refilled += len(removed)
+        num_refilled += len(removed)
 
-        # Verdicts on the other rows remain valid; the new rows have none yet.
+        # Retain the verdicts of the other rows and drop those of the replaced ones.
         early[FILTERS] = filtered.verdicts(range(count))
         early = {
             scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
             for scorer, answers in early.items()
         }
 
-    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(refilled), float(count))
+    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(count))
     return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
 
 
@@ -69,7 +69,10 @@ def _sample(
     seed: int,
     members: ReplicaGroup,
 ) -> Rollouts:
-    """Sample a complete response to each prompt, with a seed of its own. Collective over the members."""
+    """Sample a complete response to each prompt, with its seed of ``seeds``.
+
+    Collective over the replica group.
+    """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
     groups = tuple(start_groups(waiting_groups(prompts), 1, seed, version))
@@ -84,7 +87,7 @@ def _sample(
 
 
 def _with_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
-    """Return the batch with its ``rows`` replaced by ``responses``."""
+    """Return the batch with the rows of indices ``rows`` replaced by ``responses``, in order."""
     order = list(range(len(rollouts)))
     for index, row in enumerate(rows):
         order[row] = len(rollouts) + index

@@ -1,10 +1,8 @@
-"""Report of a run for people: a table, a picture of the learning curves, and a page with all details."""
+"""Report of a run: a table on the console, a picture of the learning curves, and a detailed HTML page."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
-from megatron_rl.durable import require_file
-from megatron_rl.errors import UserError, first_line
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -28,34 +25,43 @@ from megatron_rl.trainer.curves import (
     WINDOW,
     Lines,
     RunMetrics,
+    charts,
     draw,
     measured_accuracies,
-    pictures,
     series,
 )
 from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
 from megatron_rl.trainer.logging import clock, spans
+from megatron_rl.trainer.report_samples import StoredSamples, read_samples, stored_samples
+from megatron_rl.trainer.starts import Start, read_starts
 
-SAMPLES = 2000
-"""Samples of a page at most."""
-SAMPLES_OF_A_STEP = 32
-"""Samples of one file at most."""
-MAX_TEXT_CHARACTERS = 4000
-"""Length to which a text of a sample is cut."""
 HEALTH_SAMPLES = 4
-"""Samples that are shown of a health rule at most."""
+"""Maximum number of samples that are shown for a health rule."""
 HEALTH_SAMPLES_READ = 10_000
-"""Samples of a step from which those are selected."""
+"""Maximum number of samples of a step from which those for a health rule are selected."""
 HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 PICTURE_DPI = 130
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
 """Phases between steps, or concurrent with them, which have no share of the steps' time."""
-FINISH_REASONS = ("stop", "length", "failed")
-"""Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+PART_OF = {
+    "reshard": "generate",
+    "reshard_verify": "generate",
+    "rows": "all phases that gather rows",
+    "offload": "all phases with a model",
+}
+"""Phases whose time is a part of other phases' time."""
+BETWEEN_STEPS = "between steps"
+"""The same of `OUTSIDE_STEPS`."""
+
+_PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
+PHASES_NOTE = (
+    "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
+    "roles on ranks of their own phases also run at the same time."
+)
 
 _NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
-"""Pieces that the final table names; the page has all of them, with their settings."""
+"""Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SummaryRow = tuple[str, str, str]
 """Row of the final table: name, value, remark."""
@@ -73,13 +79,15 @@ class PhaseTime:
     total: float
     """Seconds in the whole run."""
     per_step: float
-    """Mean seconds of the steps that have the phase."""
+    """Mean seconds per step, over the steps that have the phase."""
     share: float | None
-    """Fraction of the time of all steps, None outside of steps."""
+    """Fraction of the time of all steps; None for a phase outside of steps."""
+    part_of: str = ""
+    """Phase that includes this one's time, empty for a phase that is not part of another."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:
-    """Return the metrics of a run and of its stages; raise UserError for a folder without any."""
+    """Return the metrics of a run and of its stages; raise UserError for a folder without metrics."""
     lines = _readable_lines(folder.metrics)
     stages: dict[str, Lines] = {}
     for name in folder.measured_stages():
@@ -100,29 +108,29 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
 
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, with characters escaped that terminals and files do not accept."""
+    """Return the lines of a metrics file, with unprintable characters in names escaped."""
     return [{escape_unprintable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
-    """Write ``learning_curve.png`` and ``report.html`` of a run and print its final table; return the page.
+    """Write ``learning_curve.png`` and ``report.html`` of a run, and print its final table.
 
-    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist.
-    Raises UserError for a folder without metrics.
+    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist. Returns the
+    path of the page. Raises UserError for a folder without metrics.
     """
     folder = RunFolder(run_dir)
     run = run_metrics(folder)
     rows = summary(run.lines, run.stages)
     phases = phase_times(run.lines or [line for lines in run.stages.values() for line in lines])
 
-    # The table first: the folder of another user's run may not be writable.
+    # Print the table before files are written: the folder of another user's run may not be writable.
     _print_tables(folder, rows, phases, console)
     draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
-    samples, unreadable = stored_samples(folder)
-    sections = _page_sections(folder, run, rows, phases, samples, unreadable)
+    samples = stored_samples(folder)
+    sections = _page_sections(folder, run, rows, phases, samples)
     page.write(folder.report, folder.path.resolve().name, sections)
 
-    for line in unreadable:
+    for line in samples.unreadable:
         print(f"warning: {line}", file=console)
     print(
         f"learning curves: {folder.curve}\nreport:          {folder.report}",
@@ -136,14 +144,15 @@ def _page_sections(
     run: RunMetrics,
     rows: Sequence[SummaryRow],
     phases: Sequence[PhaseTime],
-    samples: Sequence[Mapping[str, Any]],
-    unreadable: Sequence[str],
+    samples: StoredSamples,
 ) -> list[Markup]:
-    """Return the sections of the page, from the final table to the configuration."""
-    sections = [page.table(("", "value", ""), rows, numeric=(1,))]
-    sections += [
+    """Return the sections of the page, from the run's start to its configuration."""
+    sections = [
+        page.about(about_rows(folder, run)),
+        page.heading("Result"),
+        page.table(("", "value", ""), rows, numeric=(1,)),
         page.heading("Learning curves"),
-        page.pictures(pictures(run.lines, run.stages)),
+        page.charts(charts(run.lines, run.stages)),
     ]
 
     sections += _health_sections(folder, run.lines)
@@ -151,18 +160,18 @@ def _page_sections(
     if pieces:
         sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
-        headings = ("phase", "total", "per step", "share")
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(_PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.paragraph(PHASES_NOTE))
 
     # Files that cannot be read are named even if no sample is left to show.
-    if samples or unreadable:
+    if samples.rows or samples.unreadable:
         sections += [
             page.heading("Samples"),
-            *map(page.paragraph, unreadable),
+            *map(page.paragraph, samples.unreadable),
         ]
-    if samples:
-        sections.append(page.sample_browser(samples))
+    if samples.rows:
+        sections.append(page.sample_browser(samples.rows, samples.counts))
 
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
@@ -170,8 +179,54 @@ def _page_sections(
     return sections
 
 
+def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
+    """Return when, how, with what and for how long a run ran: names and values.
+
+    A run without a record of its starts has only its folder and the time of its steps.
+    """
+    rows = [("folder", str(folder.path.resolve()))]
+    starts = read_starts(folder)
+    if starts:
+        first = starts[0]
+        last = starts[-1]
+        started = first.time.replace("T", " ")
+        if len(starts) > 1:
+            started += f"; {len(starts)} starts, the last {last.time.replace('T', ' ')}"
+        rows += [("started", started), ("command", last.command)]
+        rows += [("revision", revision_text(last)), ("versions", pairs_text(last.versions))]
+        rows.append(("hardware", pairs_text(last.hardware)))
+
+    # Each start may have had another command, version or machine: the last one's are named above.
+    durations: list[str] = []
+    if starts and starts[0].moment is not None and folder.metrics.is_file():
+        seconds = folder.metrics.stat().st_mtime - starts[0].moment.timestamp()
+        durations.append(f"{clock(max(0.0, seconds))} from the start to the last step")
+    _, step_seconds = series(run.lines, "time/step")
+    if step_seconds:
+        durations.append(f"{clock(sum(step_seconds))} in {len(step_seconds)} steps")
+    if durations:
+        rows.append(("duration", "; ".join(durations)))
+    return [(name, escape_unprintable(value)) for name, value in rows]
+
+
+def revision_text(start: Start) -> str:
+    """Return the revisions of the package and of the folder in which a run was started."""
+    package_revision = start.revision or "installed from a package"
+    if start.working_revision in (None, start.revision):
+        return package_revision
+    return f"{package_revision}; {start.working_revision} of the folder in which it was started"
+
+
+def pairs_text(values: Mapping[str, Any]) -> str:
+    """Return names and values as one line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
-    """Return the health rules that fired, with the samples of the step in which each began."""
+    """Return the section of the health rules that fired, with samples of the step in which each began.
+
+    Returns no section for a run without health metrics.
+    """
     fired = firing_steps(lines)
     if not any(name.startswith(PREFIX) for line in lines for name in line):
         return []
@@ -196,14 +251,14 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
 
 def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
-    """Return the table rows of a step's samples that illustrate a rule; empty without stored samples."""
+    """Return table rows of a step's samples that show a rule's problem; empty without stored samples."""
     file_pattern = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
     samples: list[dict[str, Any]] = []
     for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
         kind = path.stem.removesuffix(f"_{step}")
-        # A file that cannot be read is named under the samples of the page.
+        # The page lists unreadable files in the section of samples.
         with contextlib.suppress(Exception):
-            samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
+            samples += read_samples(kind, step, path, HEALTH_SAMPLES_READ)[0]
 
     return [
         (
@@ -218,9 +273,9 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
 
 
 def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return the name of a run's algorithm and its pieces with their settings, from config.yaml.
+    """Return table rows with a run's algorithm and its components with their settings, from config.yaml.
 
-    Empty for a job without an algorithm, and for a folder without a configuration that can be read.
+    Empty for a job without an algorithm, and for a folder without a readable configuration.
     """
     if not folder.config.is_file():
         return []
@@ -229,7 +284,7 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
     if values.get("job", TRAIN) != TRAIN or "algorithm.name" not in values:
         return []
 
-    # Collect the settings of each piece, which are leaves below its key.
+    # Collect the settings of each component: `algorithm.COMPONENT`, or `algorithm.COMPONENT.SETTING`.
     pieces: dict[str, Any] = {}
     for path, value in values.items():
         section, _, subpath = path.partition(".")
@@ -253,7 +308,7 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
         rows.append(("steps", str(len(steps)), ""))
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
-    # Numbers about the health of a run, as means with the worst or best step.
+    # Indicators of a run's health: mean over the steps, with the worst or best step.
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
         remark = f"best step {number_text(max(speed), ',.0f')}"
@@ -272,7 +327,7 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
 
 
 def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
-    """Return the first, last and best value of an evaluation set's accuracy."""
+    """Return the row with the first, last and best value of an evaluation set's accuracy."""
     steps, accuracy = series(lines, name)
     best = max(range(len(accuracy)), key=accuracy.__getitem__)
     difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
@@ -281,7 +336,7 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
-    """Return the means of the first and last steps of metrics that change during a run."""
+    """Return rows with the means over the first and over the last steps, for metrics that show a trend."""
     rows: list[SummaryRow] = []
     for name, label, form in (
         ("reward/mean", "mean reward", ".3f"),
@@ -290,7 +345,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
     ):
         _, values = series(lines, name)
         if values:
-            # At most half of the steps: the first and last steps of a short run must not be the same ones.
+            # At most half of the steps, so that first and last steps do not overlap in a short run.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
             change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
@@ -300,7 +355,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
 
 
 def _stage_row(name: str, lines: Lines) -> SummaryRow:
-    """Return the number of steps of a stage, and how its metrics changed."""
+    """Return the row with the number of steps of a stage, and the first and last values of its metrics."""
     changes: list[str] = []
     for metric, label in STAGE_METRICS:
         _, values = series(lines, f"{name}/{metric}")
@@ -311,33 +366,38 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
 
 
 def _three_digits(value: float) -> str:
+    """Return a number with three digits after the decimal point."""
     return number_text(value, ".3f")
 
 
 def _change(first: float, last: float, form: str = ".3f") -> str:
+    """Return the text "FIRST → LAST"."""
     return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
 def phase_times(lines: Lines) -> list[PhaseTime]:
     """Return the time of each phase, the longest first.
 
-    Phases can be nested, such as a reshard inside generate, so their shares need not add up to one.
+    A phase that is a part of others, such as reshard of generate, follows the rest: its share is in theirs.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
     step_seconds = seconds.pop("step", [])
     step_total = sum(step_seconds)
 
-    # Shares are fractions of the time of all steps; stages do not measure it.
+    # Shares are fractions of the time of all steps, which stages do not measure.
     phases: list[PhaseTime] = []
     for name, values in seconds.items():
         if values:
             has_share = bool(step_total) and name not in OUTSIDE_STEPS
             share = sum(values) / step_total if has_share else None
-            phases.append(PhaseTime(name, sum(values), fmean(values), share))
+            part_of = PART_OF.get(name, "")
+            if name in OUTSIDE_STEPS:
+                part_of = BETWEEN_STEPS
+            phases.append(PhaseTime(name, sum(values), fmean(values), share, part_of))
     if step_total:
         phases.append(PhaseTime("whole steps", step_total, fmean(step_seconds), 1.0))
-    return sorted(phases, key=lambda phase: -phase.total)
+    return sorted(phases, key=lambda phase: (bool(phase.part_of), -phase.total))
 
 
 def _print_tables(
@@ -350,7 +410,7 @@ def _print_tables(
     from rich.console import Console
     from rich.table import Table
 
-    # Names of sets and folders come from users: no markup or emoji of theirs may be interpreted.
+    # Names of sets and folders come from users, so markup and emoji in them must not be interpreted.
     console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=f"{folder.path.name}: result", title_justify="left")
     for heading, justify in (
@@ -369,9 +429,10 @@ def _print_tables(
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
-        times.add_column("phase")
-        for heading in ("total", "per step", "share"):
+        times.add_column(_PHASE_HEADINGS[0])
+        for heading in _PHASE_HEADINGS[1:-1]:
             times.add_column(heading, justify="right")
+        times.add_column(_PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
@@ -379,9 +440,9 @@ def _print_tables(
 
 def _phase_rows(
     phases: Sequence[PhaseTime],
-) -> list[tuple[str, str, str, str]]:
-    """Return the cells of the table of phases."""
-    rows: list[tuple[str, str, str, str]] = []
+) -> list[tuple[str, ...]]:
+    """Return the cells of the table of phases, below `_PHASE_HEADINGS`."""
+    rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
         if phase.share is not None:
@@ -389,107 +450,5 @@ def _phase_rows(
 
         total = clock(phase.total)
         per_step = f"{_three_digits(phase.per_step)} s"
-        rows.append((phase.name, total, per_step, share))
+        rows.append((phase.name, total, per_step, share, phase.part_of))
     return rows
-
-
-def stored_samples(
-    folder: RunFolder,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return at most `SAMPLES` stored samples for the page, spread over the steps, with long texts cut.
-
-    An evaluation set has the same prompts of every step; training samples are spread over the rows of a step.
-    Also returns a line for each file that cannot be read, such as one that a crash of the machine has torn.
-    """
-    files: list[tuple[str, int, Path]] = []
-    for path in folder.rollouts.glob("*.parquet"):
-        kind, _, step = path.stem.rpartition("_")
-        if step.isdecimal():
-            files.append((kind, int(step), path))
-    files.sort()
-
-    # Every stride-th file, so that the page has at most `SAMPLES`.
-    stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
-    samples: list[dict[str, Any]] = []
-    unreadable: list[str] = []
-    for kind in dict.fromkeys(kind for kind, _, _ in files):
-        files_of_kind = [file for file in files if file[0] == kind]
-        # Backwards, so that the last step of each kind is always included.
-        selected = files_of_kind[::-stride][::-1]
-        for _, step, path in selected:
-            try:
-                samples += _read_samples(kind, step, path)
-            except Exception as error:  # anything that pyarrow, or a row of another form, raises
-                unreadable.append(f"{path.name} is omitted, since it cannot be read: {first_line(error)}")
-    return samples, unreadable
-
-
-def _read_samples(
-    kind: str,
-    step: int,
-    path: Path,
-    limit: int = SAMPLES_OF_A_STEP,
-) -> list[dict[str, Any]]:
-    """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
-    import pyarrow.parquet
-
-    require_file(path)
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    # Of an evaluation the first rows are read, so that every step shows the same prompts.
-    stride = 1
-    if kind == "step":
-        stride = max(1, -(-len(rows) // limit))
-    samples: list[dict[str, Any]] = []
-    for row in rows[::stride][:limit]:
-        # NaN is a failed reward; JSON has no NaN.
-        reward = row.get("reward")
-        if reward is not None:
-            reward = round(reward, 6) if math.isfinite(reward) else None
-        finish = row.get("finish_reason")
-        if finish is not None:
-            finish = FINISH_REASONS[finish]
-        samples.append({
-            "set": "training" if kind == "step" else kind.removeprefix("eval_"),
-            "step": step,
-            "prompt": _cut(row.get("prompt")),
-            "response": _cut(row.get("response")),
-            "truth": _cut_optional(row.get("ground_truth")),
-            "reward": reward,
-            "length": row.get("length"),
-            "finish": finish,
-            "turns": _turns(row.get("conversation")),
-            "failure": _cut_optional(row.get("failure")),
-        })  # fmt: skip
-    return samples
-
-
-def _turns(conversation: Any) -> list[dict[str, Any]] | None:
-    """Return the turns of a stored conversation, None for a single response."""
-    if conversation is None:
-        return None
-
-    # A column whose values have no common Parquet type is stored as JSON.
-    turns = json.loads(conversation) if isinstance(conversation, str) else conversation
-    return [
-        {
-            "role": turn["role"],
-            "content": _cut(turn["content"]),
-            "tokens": turn["tokens"],
-            "calls": [
-                _cut(f"{call['function']['name']} {call['function']['arguments']}")
-                for call in turn.get("tool_calls") or ()
-            ],
-        }
-        for turn in turns
-    ]
-
-
-def _cut(value: Any) -> str:
-    """Return a value as text of at most `MAX_TEXT_CHARACTERS`, with the number of characters cut off."""
-    text = str(value)
-    surplus = len(text) - MAX_TEXT_CHARACTERS
-    return text if surplus <= 0 else f"{text[:MAX_TEXT_CHARACTERS]} … ({surplus} more characters)"
-
-
-def _cut_optional(value: Any) -> str | None:
-    return None if value is None else _cut(value)

@@ -1,8 +1,8 @@
-"""From sampled responses to the rewarded batch that a step learns from.
+"""Rewards of sampled responses, selection of groups by dynamic sampling, and the limit of failed rewards.
 
-Rewards of all scorers and reward models are summed into one per row; dynamic sampling keeps the groups whose
-rewards differ; and a run in which too many rewards fail is stopped, since it would learn from the remaining
-ones alone, or from nothing.
+The rewards of all scorers and reward models are summed into one per row. Dynamic sampling selects the groups
+whose rewards are not all equal. A run in which too many rewards fail is stopped, since it would train on few
+rows or none.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from megatron_rl.types import (
 )
 
 ROUND_CEILING = 4
-"""One round of dynamic sampling draws at most this many times the prompts of a step."""
+"""Maximum ratio of the prompts in a round of dynamic sampling to the prompts of a step."""
 MAX_SHOWN_FAILURES = 4
-"""Failed rewards of a step that are printed on the console; all are counted."""
+"""Maximum number of failed rewards of a step that are printed on the console; all are counted."""
 MAX_MESSAGE_CHARACTERS = 600
-"""Length to which the example in the error of `FailureWatch` is cut."""
+"""Maximum length of the example in the error of `FailureWatch`."""
 
 NO_RESPONSE = "the engine gave no response"
 NOT_FINITE = "a score, or their sum, is not finite"
@@ -55,7 +55,7 @@ NOT_FINITE = "a score, or their sum, is not finite"
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Rows with their rewards, the same value on every rank except for ``metrics`` and ``failures``.
+    """Rows with their rewards, equal on all ranks except for ``metrics`` and ``failures``.
 
     Example: two responses to one prompt, where the engine failed on the second, have
     ``scores.rewards=[1.0, nan]``, ``scores.valid=[True, False]`` and
@@ -63,21 +63,22 @@ class ScoredBatch:
     """
 
     prompts: PromptBatch
-    """One entry per row: each prompt is repeated for its samples."""
+    """Prompt of each row: a prompt is repeated for its samples."""
     rollouts: Rollouts
     """The sampled rows, ragged over N tokens."""
     scores: Scores
-    """Rewards of the rows; log-probs and values once the step has computed them."""
+    """Rewards of the rows; also log-probs and values after the step has computed them."""
     reasons: tuple[str | None, ...]
-    """[B], why a row has no reward of a scorer: a failure, or a filter (`FILTERED`); None if it has one."""
+    """B reasons why a row has no reward from scorers: a failure, or a filter (`FILTERED`). None for rows with
+    such a reward."""
     metrics: Metrics = field(default_factory=Metrics)
-    """Metrics of sampling and rewards, of this rank alone."""
+    """Metrics of sampling and rewards on this rank."""
     failures: tuple[Failure, ...] = ()
-    """Rewards that failed on this rank."""
+    """Failed rewards on this rank."""
 
     @property
     def failed_fraction(self) -> float:
-        """Return the fraction of rows whose reward failed; rows that filters dropped are no failures."""
+        """Return the fraction of rows whose reward failed, not counting rows that filters dropped."""
         invalid = int((~self.scores.valid).sum())
         return (invalid - self._dropped) / max(len(self.scores.valid), 1)
 
@@ -88,7 +89,7 @@ class ScoredBatch:
         return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
 
     def require_kept_rows(self, step: int) -> None:
-        """Raise UserError if filters dropped every row: nothing is left to learn from."""
+        """Raise UserError if filters dropped every row of the step, so that no row can be trained on."""
         if not self.reasons or self._dropped < len(self.reasons):
             return
         counts = Counter(reason for reason in self.reasons if reason is not None)
@@ -101,8 +102,8 @@ class ScoredBatch:
         )
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
-        """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
-        # Log-probs and values are computed after the selection, so there is nothing to select of them.
+        """Return the rows with indices ``ids``, in that order; metrics and failures are those of all rows."""
+        # Log-probs and values do not exist yet: the step computes them after rows are selected.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(
             rewards=self.scores.rewards[index],
@@ -123,22 +124,30 @@ class ScoredBatch:
 
 
 def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the values at the indices ``index``, or None for None."""
     return None if values is None else values[index]
 
 
 @dataclass(frozen=True)
 class RowRewards:
-    """Rewards of B rows by all scorers and reward models; the fields are as in `ScoredBatch`."""
+    """Rewards of B rows from all scorers and reward models."""
 
     scores: Scores
+    """Rewards of the rows, equal on all ranks."""
     reasons: tuple[str | None, ...]
+    """B reasons why a row has no reward from scorers; None for rows with such a reward."""
     metrics: Metrics
+    """Metrics of rewards on this rank."""
     failures: tuple[Failure, ...]
+    """Failed rewards on this rank."""
 
 
 def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup) -> ScoredBatch:
-    """Compute the rewards of responses and of their greedy baselines. Collective over the learners."""
-    # The rows of a prompt are consecutive.
+    """Filter responses, and compute their rewards and those of greedy baselines.
+
+    Collective over the learners.
+    """
+    # Repeat each prompt for its rows, which are consecutive.
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
     filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
@@ -184,28 +193,38 @@ def compute_row_rewards(
     early: EarlyRewards | None = None,
     filtered: FilteredRows = NOTHING_FILTERED,
 ) -> RowRewards:
-    """Sum the rewards of all scorers and reward models, each times its weight, into one reward per row.
+    """Sum the rewards of all scorers and reward models, multiplied by their weights, into one per row.
 
-    A row is valid if every one of them returned a finite number. A single scorer's reward is the row's, and
-    its components keep their names. Several scorers are components by their names, and their own components
-    become ``SCORER/NAME``. ``prompts`` has one entry per row. ``filtered`` rows reach no scorer and no model:
-    they are dropped, which is no failure, or have the reward of the filters. Metrics and failures are of this
-    rank. Collective over the members.
+    A row is valid if all of them returned a finite number. The reward of a single scorer is used without its
+    weight, and its components retain their names. Of several scorers, each one's reward is a component
+    ``SCORER``, and its components are named ``SCORER/NAME``. ``filtered`` rows are passed to no scorer or
+    reward model: they are dropped, which is not a failure, or get the configured reward of filtered rows.
+
+    Arguments:
+        prompts: one entry per row.
+        rollouts: rows of the whole batch.
+        members: ranks that have the batch.
+        early: rewards that were computed while other groups were sampled, or None.
+        filtered: rows that filters removed.
+
+    Collective over the replica group.
     """
-    # All start before any result is gathered: reward models on ranks of their own work at the same time.
-    is_kept = torch.ones(len(rollouts), dtype=torch.bool)
-    is_kept[list(filtered.names)] = False
-    # A model needs a row to run on: if no row is kept, it runs on all, and its outputs do not count.
-    judged_rows = is_kept.nonzero().flatten()
-    if not len(judged_rows):
-        judged_rows = torch.arange(len(rollouts))
-    judged_rollouts = rollouts
-    if len(judged_rows) < len(rollouts):
-        judged_rollouts = rollouts.rows(judged_rows.tolist())
-    model_shards = [model.infer(judged_rollouts) for model in roles.reward_models]
+    is_unfiltered = torch.ones(len(rollouts), dtype=torch.bool)
+    is_unfiltered[list(filtered.names)] = False
+    # A reward model needs at least one row: if filters removed all, run it on all and ignore its outputs.
+    model_rows = is_unfiltered.nonzero().flatten()
+    if not len(model_rows):
+        model_rows = torch.arange(len(rollouts))
+    model_rollouts = rollouts
+    if len(model_rows) < len(rollouts):
+        model_rollouts = rollouts.rows(model_rows.tolist())
+
+    # Start all of them before any result is gathered, so that reward models on disjoint ranks run in
+    # parallel.
+    model_shards = [model.infer(model_rollouts) for model in roles.reward_models]
     results = roles.reward.infer(prompts, rollouts, members, early, filtered)
 
-    # Scorers outside the training process.
+    # Gather the rewards of scorers.
     weighted: list[Tensor] = []
     components: dict[str, Tensor] = {}
     for result in results:
@@ -220,19 +239,19 @@ def compute_row_rewards(
             prefix = f"{result.name}/"
         components |= {prefix + name.removeprefix(COMPONENT): value for name, value in values.items()}
 
-    # Gather the reward models, whose forward passes have run at the same time.
+    # Gather the rewards of reward models.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
         outputs = members.gather_rows(shard).values[model.name]
-        components[model.name] = scatter_values(outputs, judged_rows, len(rollouts))
-        # A removed row has the filters' reward alone.
-        weighted.append(torch.where(is_kept, model.weight * components[model.name], 0.0))
+        components[model.name] = scatter_values(outputs, model_rows, len(rollouts))
+        # The reward of a filtered row does not include reward models.
+        weighted.append(torch.where(is_unfiltered, model.weight * components[model.name], 0.0))
 
-    # A NaN of any scorer makes the sum NaN, and the row invalid.
+    # A NaN from any scorer makes the sum NaN and the row invalid.
     rewards = sum(weighted[1:], weighted[0])
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
 
-    # A dropped row is no failure.
+    # Rows that filters dropped do not count as failed.
     invalid = ~valid
     invalid[sorted(filtered.dropped)] = False
     metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
@@ -246,10 +265,10 @@ def compute_row_rewards(
 
 
 def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
-    """Record for each prompt whether the rewards of its group were equal; see `data.uniform_share`.
+    """Record for each prompt whether the rewards of its group were all equal; see `data.uniform_share`.
 
-    A group with a response without a reward is not counted: it may have differed. ``batch`` has the rows of
-    all ranks, so that the record is equal on all of them.
+    A group with a failed reward is not recorded, since that reward might have differed. ``batch`` has the
+    rows of all ranks, so that all ranks record the same.
     """
     group = batch.rollouts.group
     informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
@@ -261,9 +280,10 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
 
 
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
-    """Return the prompts, mean reward and epoch of each source, and the shares of `data.uniform_share`.
+    """Return the number of prompts, mean reward and epoch of each source, and the curriculum metrics.
 
-    ``batch`` has the rows of the step of all ranks. Prompts of `data.train` have no metrics of a source.
+    ``batch`` has the rows of all ranks, or None for no metrics. The curriculum metrics are those of
+    `data.uniform_share`. If `data.train` is a single source, it has no metrics per source.
     """
     metrics = Metrics()
     if batch is not None:
@@ -296,13 +316,13 @@ def _invalid_reasons(
     valid: Tensor,
     filtered: FilteredRows,
 ) -> tuple[str | None, ...]:
-    """Return for each row the reason of its missing reward: [B], None for a row with a reward."""
-    # The reason of the first scorer that failed replaces the reasons of later ones.
+    """Return, for each of B rows, why it has no reward from scorers, or None if it has one."""
+    # If several scorers failed on a row, use the reason of the first one.
     by_row: dict[int, str] = {}
     for result in results:
         by_row = {**result.reasons, **by_row}
 
-    # An invalid row without a scorer's reason had no response, or a reward that is not finite.
+    # An invalid row without a scorer's reason has no response, or a reward that is not finite.
     reasons: list[str | None] = []
     for row, is_valid in enumerate(valid.tolist()):
         if row in filtered.names:
@@ -318,14 +338,15 @@ def _invalid_reasons(
     return tuple(reasons)
 
 
-# Dynamic sampling: a group whose rewards are all equal has no gradient, and another one is sampled instead.
+# Dynamic sampling: a group whose rewards are all equal has zero gradient, so another group is sampled
+# instead.
 
 
 def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
-    """Return the number of prompts to sample in the next round of a step, 0 if the step has enough.
+    """Return the number of prompts to sample in the next round of a step, or 0 if no round follows.
 
-    With dynamic sampling, groups whose rewards are all equal are replaced in at most ``further_rounds`` more
-    rounds.
+    ``rounds``: batches of the step's rounds so far. With dynamic sampling, at most ``further_rounds`` rounds
+    follow the first one, to replace groups whose rewards are all equal.
     """
     prompts_per_step = config.batch.prompts_per_step
     if not rounds:
@@ -333,7 +354,7 @@ def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
     if len(rounds) > algorithm.dynamic_sampling.further_rounds:
         return 0
 
-    # Sized by the fraction of informative groups so far, so that one more round is likely to be enough.
+    # Use the fraction of informative groups so far, so that one more round is likely to be enough.
     counts = [count_informative(batch) for batch in rounds]
     informative = sum(count for count, _ in counts)
     total = sum(count for _, count in counts)
@@ -346,10 +367,11 @@ def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
 
 
 def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> ScoredBatch:
-    """Return the batch of a step from its rounds of sampling, with the metrics of all rounds.
+    """Combine a step's rounds of sampling into its batch, with the metrics of all rounds.
 
-    With too few informative groups the step uses the available ones; without any, the groups of the first
-    round. Surplus groups are dropped and counted.
+    With dynamic sampling, the batch has only informative groups, whose rewards are not all equal. Surplus
+    ones are dropped. If there are too few, the batch is smaller; if there are none, it has the first round's
+    groups.
     """
     if not algorithm.dynamic_sampling.further_rounds:
         return rounds[0]
@@ -364,20 +386,21 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
 
 
 def count_informative(batch: ScoredBatch) -> tuple[int, int]:
-    """Return the number of groups whose rewards differ, and the number of all groups."""
+    """Return the number of informative groups, whose rewards are not all equal, and of all groups."""
     group = batch.rollouts.group
     informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
     return count_groups(informative, group), len(torch.unique(group))
 
 
 def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
-    """Return the first ``group_count`` groups with rewards that differ, or fewer if the batch lacks them.
+    """Return the first ``group_count`` informative groups of a batch, or fewer if it has fewer.
 
-    Without any, returns the rows of ``fallback``. Metrics and failures are the batch's in any case.
+    If it has none, returns the rows of ``fallback``. In each case metrics and failures are those of
+    ``batch``.
     """
     informative, total = count_informative(batch)
 
-    # The first ones in the order of sampling, whatever their rewards are.
+    # Select in the order of sampling, not by reward.
     group = batch.rollouts.group
     rows = take_groups(
         informative_groups(batch.scores.rewards, group, batch.scores.valid),
@@ -397,14 +420,14 @@ def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBa
 
 
 def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Return the rows of all rounds, with the groups of later rounds numbered after the earlier ones.
+    """Concatenate the rows of rounds, and renumber the groups of later rounds.
 
-    A reward component that a round does not have is NaN there.
+    A reward component is NaN for rows of rounds that do not have it.
     """
     if len(rounds) == 1:
         return rounds[0]
 
-    # Each round numbers its groups from 0; advantages need a number per group of the whole batch.
+    # Each round numbers its groups from 0, but advantages need unique numbers in the whole batch.
     renumbered: list[Rollouts] = []
     group_count = 0
     for batch in rounds:
@@ -432,7 +455,7 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 def _concatenate_component(rounds: Sequence[ScoredBatch], name: str) -> Tensor:
-    """Return one reward component of all rounds: [B] float32."""
+    """Concatenate one reward component of all rounds: [B] float32, NaN for rounds without it."""
     values: list[Tensor] = []
     for batch in rounds:
         nan = torch.full_like(batch.scores.rewards, float("nan"))
@@ -441,18 +464,18 @@ def _concatenate_component(rounds: Sequence[ScoredBatch], name: str) -> Tensor:
 
 
 def _concatenate_baselines(rounds: Sequence[ScoredBatch], name: str) -> Tensor | None:
-    """Return a baseline field of all rounds: [B], None if the algorithm has no baseline."""
+    """Concatenate a baseline field of all rounds: [B]; return None if the algorithm has no baseline."""
     baselines = [getattr(batch.scores, name) for batch in rounds]
     if any(baseline is None for baseline in baselines):
         return None
     return torch.cat(baselines)
 
 
-# Failed rewards: their lines on the console, and the limit at which they end the run.
+# Failed rewards: console lines, and the limit beyond which the run ends.
 
 
 def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
-    """Return the first failure of each reason and exception class, at most `MAX_SHOWN_FAILURES`."""
+    """Return one failure per pair of reason and exception class, at most `MAX_SHOWN_FAILURES`."""
     # The last line of a Python traceback begins with the class of the exception.
     first: dict[tuple[str, str], Failure] = {}
     for failure in failures:
@@ -463,7 +486,10 @@ def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
-    """Return a warning if environments reward every episode, so that configured scorers are never called."""
+    """Return a warning if environments rewarded every row, so that configured scorers were not called.
+
+    Otherwise returns None.
+    """
     rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
     if not rewarded or not all(rewarded) or not reward.scorers:
         return None
@@ -489,9 +515,11 @@ class FailureWatch:
     ) -> None:
         """Count a step; raise UserError if too many rewards failed in `reward.invalid_steps` steps in a row.
 
-        ``reasons``: number of failed rewards by reason, of all ranks.
+        ``invalid_fraction``: fraction of the step's rows whose reward failed.
+        ``reasons``: reason -> number of failed rewards of all ranks.
+        ``examples``: failures from which the error shows one.
         """
-        # A single bad step, such as one in which a server was restarted, must not end the run.
+        # A single step with failures, for example because a server was restarted, must not end the run.
         if invalid_fraction <= self._max_fraction:
             self._steps = 0
             return
@@ -499,7 +527,7 @@ class FailureWatch:
         if self._steps < self._max_steps:
             return
 
-        # The failures of the most common reason are the ones to repair first.
+        # Report the most common reason, which the user should fix first.
         most_common = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
         got = f"most often: {most_common}"
         example = next(
@@ -513,6 +541,6 @@ class FailureWatch:
             where=f"reward (step {step})",
             expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
             got=got,
-            fix="repair the reward function, the environment and its agent, or the reward server; with "
+            fix="repair the reward function, the environment and its agent, or the server; with "
             "reward.max_invalid_fraction=1 the run continues regardless of failures",
         )

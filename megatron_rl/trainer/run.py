@@ -1,4 +1,4 @@
-"""A complete run: build or resume, run stages and steps, evaluate, save, export and report."""
+"""A complete run: build or restore the roles, run stages and steps, evaluate, save, export and report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from megatron_rl.trainer.evaluation import (
     reward_answers,
 )
 from megatron_rl.trainer.health import HealthMonitor
-from megatron_rl.trainer.job import Job, Stopped, job, keep_code
+from megatron_rl.trainer.job import Job, Stopped, copy_code, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import (
     BatchSource,
@@ -88,12 +88,12 @@ from megatron_rl.trainer.state import (
 from megatron_rl.types import Rollouts
 
 
-def run(config: RunConfig) -> None:
-    """Run the job of a resolved and checked configuration; its results are in ``config.run_dir``.
+def run(config: RunConfig, explicit: Sequence[str] = ()) -> None:
+    """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    Collective over the world.
+    ``explicit``: keys that the user has set, for the record of the start. Collective over the world.
     """
-    with job(config) as current_job:
+    with job(config, explicit) as current_job:
         if config.job != TRAIN:
             run_alone(current_job)
             return
@@ -102,29 +102,29 @@ def run(config: RunConfig) -> None:
         try:
             training.run()
         except Stopped:
-            # Release the servers: a resumed run would otherwise wait until this run's claim expires.
+            # Release the servers: a resumed run would otherwise wait until this run's lease expires.
             training.roles.close()
             raise
 
 
 @dataclass
 class RunStep:
-    """Step of a run, which the caller of `Training.steps` carries out."""
+    """Step of a run, which the caller of `Training.steps` must execute."""
 
     number: int
     """Number of the step, from 1."""
     sets: Sequence[EvaluationSet]
-    """Evaluation sets whose responses are sampled during the step: those of the previous step's weights."""
+    """Evaluation sets to sample during the step, to evaluate the weights after the previous step."""
     result: StepResult | None = None
-    """Outcome, set by who carries the step out; None on ranks that only sample."""
+    """Result of the step, set by the caller; None on ranks that only sample."""
     answers: list[Rollouts] = field(default_factory=list)
-    """Responses to the evaluation ``sets``."""
+    """Responses to ``sets``, set by the caller."""
 
 
 class Training:
     """A run of reinforcement learning on this rank, with the stages before it.
 
-    `run` is `train`; the `Run` of `trainer.dataflow` carries out the same `steps` with a user's own lines.
+    ``train`` calls `run`. In a `trainer.dataflow.Run`, a user's script executes the body of each of `steps`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -136,7 +136,7 @@ class Training:
         self.algorithm: Algorithm = algorithm_of(config)
         self.tokenizer: Any = load_tokenizer(config.model.path, job.first_start)
 
-        # Data first: its errors are found before the ranks wait for each other, and without any model.
+        # Load the data first, so that its errors are raised before the ranks communicate or models are built.
         with self.phases("data"):
             self.prompts, prompts_by_key = load_training_prompts(config, self.tokenizer, job.token_files)
             for key, prompts in prompts_by_key.items():
@@ -147,9 +147,9 @@ class Training:
             }
         with self._progress(f"connect {device.world_size()} ranks"):
             job.join()
-        keep_code(job)
+        copy_code(job)
 
-        # Before the models: a damaged checkpoint or model is found in seconds, not after they are built.
+        # Before models are built, which takes long: raise errors of damaged checkpoints and models.
         self.checkpoint, self.pending_stages = self._find_start()
         with self.phases("data"):
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
@@ -164,15 +164,15 @@ class Training:
                 self.algorithm,
                 self.tokenizer,
                 templated=templated,
-                say=job.say,
-                begin=progress.begin,
+                log=job.say,
+                show_part=progress.begin,
             )
         self._warn_of_missing_containment()
 
-        # Metrics of the sync before the engine check, reported with the first line of metrics.
+        # Metrics of the weight sync for the engine check, which are reported with the first line of metrics.
         self._first_sync = Metrics()
 
-        # Sources of a step's batches, and observers of its results.
+        # Sources of a step's batches, and components that process its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
         self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
@@ -192,7 +192,7 @@ class Training:
                 self.prompts,
             )
 
-        # State and checkpoints, which share the queue with the source of batches.
+        # The state has a reference to the queue of the batch source, so that checkpoints contain it.
         queue: list[SampledBatch] = []
         if self.ahead is not None:
             queue = self.ahead.queue
@@ -213,22 +213,23 @@ class Training:
         )
 
     def _warn_of_missing_containment(self) -> None:
-        """Print the limits of contained processes that this machine does not enforce."""
+        """Print the limits of reward and environment processes that this machine cannot enforce."""
         for limit in self.roles.reward.not_enforced:
             self.job.say(f"warning: reward workers are not contained here: {limit}")
         for limit in self.roles.rollout.not_enforced:
             self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
-        """Run the stages and steps that remain, and write the model and the report."""
+        """Run the remaining stages and steps, and write the model and the report."""
         with closing(self.steps()) as steps:
             for step in steps:
-                self._learn(step)
+                self._run_step(step)
 
     def steps(self) -> Generator[RunStep]:
-        """Resume or run the stages, yield the remaining steps, and write the model and the report.
+        """Restore a checkpoint or run the stages, yield the remaining steps, and write model and report.
 
-        After each step: metrics, samples, evaluation and checkpoints. Collective over the world.
+        After the caller has executed a step, this writes its metrics and samples, evaluates and saves.
+        Collective over the world.
         """
         # Checkpoints of the run are only saved after its stages.
         if self.checkpoint is not None:
@@ -236,18 +237,18 @@ class Training:
         else:
             self._run_stages()
 
-        # After the stages, whose weights the first step samples from; a run that is complete samples nothing.
+        # After the stages, because the first step samples from their weights. A complete run needs no engine.
         if self.state.step < self.config.steps:
             with self.phases("check engine"), self._progress("sync weights, compare trainer and engine"):
                 self._first_sync = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None
-        # Discard the times of building and of stages, which belong to no step.
+        # Discard the times of building and of stages, which are not part of a step.
         self.phases.metrics()
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.sets))
 
-        # A deferred evaluation that was restored has no answers yet: checkpoints do not store them.
+        # Checkpoints do not contain the answers of a deferred evaluation: run a restored one again.
         self._run_deferred_evaluation(log)
         try:
             with self.job.stop.saves():
@@ -263,7 +264,7 @@ class Training:
                 self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
         except BaseException:
-            # Write the line of the last step without its evaluation; a resumed run writes both.
+            # Write the metrics of the last step without its deferred evaluation; a resumed run adds that.
             if self.state.deferred is not None:
                 self._record(
                     log,
@@ -277,10 +278,10 @@ class Training:
         self._finish()
 
     def _open_log(self) -> MetricsLog:
-        """Open the metrics log after the last step whose line is complete."""
+        """Open the metrics log; a resumed run continues it after the last step with complete metrics."""
         resumed_step = None
         if self.checkpoint is not None:
-            # The line of a step whose evaluation is deferred is written again.
+            # If the evaluation of the last step is deferred, the line of that step is written again.
             deferred = self.state.deferred
             resumed_step = self.state.step if deferred is None else deferred.step - 1
         return MetricsLog(
@@ -292,14 +293,17 @@ class Training:
         )
 
     def _find_start(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
-        """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
+        """Return the checkpoint to resume from (or None), and the stages to run.
+
+        Raises UserError for damaged or missing models. Collective over the world.
+        """
         newest = self._resumed_checkpoint()
         if newest is None:
             set_damaged_models_aside(self.job)
         require_intact_models(from_first_rank(lambda: existing_models(self.config)))
 
-        # The first rank decides: a shared file system can show the ranks different files for a while.
-        # A run with a checkpoint has no stage left to run, and needs the models that they left.
+        # Use the first rank's result: for a short time, ranks can read different states of a shared file
+        # system. A run with a checkpoint has completed its stages, whose models must exist.
         stages: tuple[StagePlan, ...] = ()
         if newest is None:
             stages = pending_stages(self.config)
@@ -309,8 +313,11 @@ class Training:
         return newest, stages
 
     def _resumed_checkpoint(self) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` selects, None to start from the beginning."""
-        # "auto" selects the newest checkpoint in the run folder; a path may be in another folder.
+        """Return the checkpoint that `checkpoint.resume` selects, or None to start from the beginning.
+
+        Collective over the world.
+        """
+        # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
             return newest_intact(self.folder.checkpoints, self.job.say)
@@ -334,10 +341,14 @@ class Training:
             self.job.say(f"{key}: {as_warning(problem)}")
 
     def _progress(self, title: str) -> Progress:
+        """Return a progress display on the console of the main rank."""
         return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
-        """Restore a checkpoint, and complete the files that a kill prevented. Collective over the world."""
+        """Restore a checkpoint, and write files of its step that are missing after a kill.
+
+        Collective over the world.
+        """
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
@@ -349,7 +360,7 @@ class Training:
 
     def _run_stages(self) -> None:
         """Run the pending stages. Collective over the world."""
-        # All plans in order: an ended stage still counts as a version, and its checkpoints can be deleted.
+        # Iterate over all plans, since completed stages also count as versions and may have old checkpoints.
         plans = stage_plans(self.config)
         data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
         roles = {role.name: role for role in self.roles.models}
@@ -363,19 +374,19 @@ class Training:
             else:
                 self.job.say(f"{plan.where}: complete since an earlier job, its model is {plan.model}")
                 delete_checkpoints(plan, self.job)
-            # Each stage of the actor counts as one version, whether it ran now or before a restart.
+            # Each stage of the actor increments the version, whether it ran in this job or an earlier one.
             if plan.role == "actor":
                 self.roles.hybrid_engine.mark_updated(base=True)
 
-        # The same random numbers as after a restart that finds every stage ended.
+        # Seed again, so that a restart after completed stages gets the same random numbers.
         if plans:
             checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
 
-    def _learn(self, step: RunStep) -> None:
-        """Carry out a step of the configured algorithm.
+    def _run_step(self, step: RunStep) -> None:
+        """Execute a step of the configured algorithm.
 
-        Only an asynchronous run samples the responses to evaluation sets here, while it trains. Collective
-        over the world.
+        An asynchronous run also samples the responses to ``step.sets``; other runs have none during a step.
+        Collective over the world.
         """
         if self.ahead is not None:
             self.ahead.sets = step.sets
@@ -399,32 +410,32 @@ class Training:
         log: MetricsLog | None,
     ) -> None:
         """Write the metrics and samples of a step, evaluate and save. Collective over the world."""
-        # Ranks that only sample have no result, and keep the state that they do not use.
+        # Ranks that only sample have no result, and do not use the algorithm's state.
         result = step.result
         if result is not None:
             self.state.algorithm = result.algorithm_state
         self.state.step = step.number
 
-        # The responses to the previous step's evaluation sets were sampled during this step.
+        # The responses for the evaluation of the previous step were sampled during this step.
         deferred = self.state.deferred
         if deferred is not None:
             with self.phases("evaluate"):
                 results = reward_answers(self.roles, step.sets, step.answers)
-            evaluation_metrics = self.samples.keep_evaluation(deferred.step, results)
+            evaluation_metrics = self.samples.store_evaluation(deferred.step, results)
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
-        # From here on metrics cover all ranks.
+        # From here on, metrics are gathered over all ranks.
         metrics = self._step_metrics(result, seconds)
-        reasons, examples = self.samples.keep_step(step.number, result)
+        reasons, examples = self.samples.store_step(step.number, result)
         metrics = self._evaluate_or_defer(log, step.number, metrics)
         is_best = self._update_best(step.number, metrics.values())
         self._check_failures(step.number, result, reasons, examples)
-        self._save_if_due(step.number, is_best)
+        self._save_if_scheduled(step.number, is_best)
 
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
-        # Times, bytes and memory of this rank; their maxima over the ranks are reported.
+        # Times, bytes and memory of this rank, of which the maxima over ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         local_metrics += self._take_first_sync()
         local_metrics += self.checkpoints.complete_if_written()
@@ -450,24 +461,26 @@ class Training:
         step: int,
         metrics: Metrics,
     ) -> Metrics:
-        """Run the evaluation that is due after a step, or defer it to run during the next step.
+        """Run the evaluation that is scheduled after a step, or defer it to the next step.
 
-        Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
+        Returns the step's metrics, with those of the evaluation if it has run. Collective over the world.
         """
         is_last = step == self.config.steps
         evaluation = self.config.evaluation
-        due_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
+        scheduled_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
 
-        # Only a run that samples ahead has idle ranks, and training must wait for decisive sets.
-        # It also samples them beside its batch, which with `hybrid_engine.every` is of older weights.
+        # A deferred evaluation runs on the rollout's ranks while the others train. So it needs a run that
+        # samples ahead, whose next batch is sampled with the weights to evaluate (unlike with
+        # `hybrid_engine.every`). Sets whose metrics decide about checkpoints or the run's end must be
+        # evaluated before training continues.
         can_defer = self.ahead is not None and not is_last and self.config.hybrid_engine.every == 1
-        if due_sets and can_defer and not any(self._is_decisive(item) for item in due_sets):
-            names = tuple(item.name for item in due_sets)
+        if scheduled_sets and can_defer and not any(self._is_decisive(item) for item in scheduled_sets):
+            names = tuple(item.name for item in scheduled_sets)
             self.state.deferred = DeferredEvaluation(step, names, metrics)
             return metrics
 
-        if due_sets:
-            metrics += self._evaluate(step, due_sets)
+        if scheduled_sets:
+            metrics += self._evaluate(step, scheduled_sets)
         self._record(log, step, metrics)
         return metrics
 
@@ -478,14 +491,14 @@ class Training:
         reasons: Counter[str],
         examples: Sequence[Failure],
     ) -> None:
-        """Raise UserError on the main rank if too many rewards have failed, or filters kept nothing."""
+        """Raise UserError on the main rank if too many rewards failed, or filters removed all rows."""
         if result is not None and result.batch is not None and self.job.main:
             result.batch.require_kept_rows(step)
             self.failures.check(step, result.batch.failed_fraction, reasons, examples)
 
-    def _save_if_due(self, step: int, is_best: bool) -> None:
-        """Save a checkpoint of the current step if one is due. Collective over the world."""
-        # The last checkpoint can be restored by any layout, and is complete before the run ends.
+    def _save_if_scheduled(self, step: int, is_best: bool) -> None:
+        """Save a checkpoint of the current step if one is scheduled. Collective over the world."""
+        # The final checkpoint can be restored on any layout, and is complete before the run ends.
         if step == self.config.steps or self._patience_exhausted():
             with self.phases("checkpoint"):
                 self.checkpoints.save_final(step)
@@ -494,11 +507,14 @@ class Training:
                 self.checkpoints.save_periodic(step)
 
     def _update_best(self, step: int, values: Mapping[str, float]) -> bool:
-        """Return whether a step's value of `checkpoint.best` is among the best. Collective over the world."""
+        """Record a step's value of `checkpoint.best`; return whether it is among the best.
+
+        Collective over the world.
+        """
         settings = self.config.checkpoint
         if settings.best is None:
             return False
-        # Only ranks that learn have the batch's metrics: all take the first rank's value.
+        # Ranks that only sample lack the batch's metrics, so all ranks use the first rank's value.
         value = gather_objects(values.get(settings.best))[0]
         if value is None:
             return False
@@ -519,12 +535,15 @@ class Training:
         return is_best
 
     def _patience_exhausted(self) -> bool:
-        """Return whether none of the last `evaluation.patience` measurements was a new best one."""
+        """Return whether none of the last `evaluation.patience` measurements improved on the best value."""
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
     def _health_error(self) -> UserError | None:
-        """Return the error of a health rule that ends the run, on the main rank; None after the last step."""
+        """Return the error of a health rule that stops the run, or None.
+
+        Only the main rank has one. After the last step it is None, since the run ends anyway.
+        """
         if self.state.step == self.config.steps or self._patience_exhausted():
             return None
         return self.health.error
@@ -535,9 +554,9 @@ class Training:
         layout: str,
         in_background: bool,
     ) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the current step, in the background if ``in_background``.
+        """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        Collective over the world.
+        ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
         """
         saving = self.state.save(
             path,
@@ -547,14 +566,14 @@ class Training:
             in_background=in_background,
         )
 
-        # A step that is saved in two layouts needs only one checkpoint for Megatron-LM.
+        # If a step is saved twice, in two layouts, write one checkpoint for Megatron-LM only.
         saved = self.checkpoints.saved
         if saved is None or saved[0] != self.state.step:
             save_for_megatron(self.config, self.roles.actor, self.state.step)
         return saving
 
     def _is_decisive(self, evaluation_set: EvaluationSet) -> bool:
-        """Return whether a metric of the set decides which checkpoints stay or when the run ends."""
+        """Return whether `checkpoint.best` is a metric of the set, so that it affects the run."""
         return (self.config.checkpoint.best or "").startswith(f"eval/{evaluation_set.name}/")
 
     def _sets_of(self, deferred: DeferredEvaluation | None) -> list[EvaluationSet]:
@@ -564,7 +583,10 @@ class Training:
         return [item for item in self.sets if item.name in deferred.sets]
 
     def _run_deferred_evaluation(self, log: MetricsLog | None) -> None:
-        """Run the deferred evaluation now: no later step will overlap with it."""
+        """Run a deferred evaluation now, if there is one: no later step will overlap with it.
+
+        Collective over the world.
+        """
         deferred = self.state.deferred
         self.state.deferred = None
         if deferred is not None:
@@ -575,17 +597,17 @@ class Training:
         """Evaluate the current weights and store the answers. Collective over the world."""
         with self.phases("evaluate"):
             results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
-        metrics = self.samples.keep_evaluation(step, results)
+        metrics = self.samples.store_evaluation(step, results)
         return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._take_first_sync())
 
     def _take_first_sync(self) -> Metrics:
-        """Return the metrics of the sync before the engine's check, once."""
+        """Return the metrics of the engine check's weight sync in the first call; later calls return none."""
         metrics = self._first_sync
         self._first_sync = Metrics()
         return metrics
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
-        """Write the metrics of a step and of the health rules, on the main rank."""
+        """Update the health rules and write a step's metrics, on the main rank; others have no ``log``."""
         if log is None:
             return
         values = metrics.values()
@@ -600,7 +622,7 @@ class Training:
         """Export the model, release roles and servers, and write the report. Collective over the world."""
         if self.config.checkpoint.export:
             self._export()
-        # The export reads the weights on all of the actor's ranks: no rank may release roles before it ends.
+        # The export reads weights from all of the actor's ranks, so none may release roles before it ends.
         barrier()
         for evaluation_set in self.sets:
             evaluation_set.close()
@@ -610,7 +632,7 @@ class Training:
 
     def _export(self) -> None:
         """Write the actor as a Hugging Face model. Collective over the world."""
-        # Remove a model that this run wrote before it was resumed.
+        # Remove a model that an earlier job of this run wrote.
         if self.job.main:
             shutil.rmtree(self.folder.model, ignore_errors=True)
         barrier()
@@ -621,7 +643,7 @@ class Training:
                 export(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:
-        """Write the report; an error here is only a warning, because the run is complete."""
+        """Write the report; print an error as a warning, because the run is complete."""
         try:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:
@@ -632,7 +654,7 @@ class Training:
 
 
 def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
-    """Return the step's tokens of prompts and responses per second."""
+    """Return the metrics of a step's tokens per second, counting tokens of prompts and responses."""
     tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,

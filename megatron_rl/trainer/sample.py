@@ -1,8 +1,8 @@
-"""Sampled responses for the steps, and the buffer of groups that are not finished or not selected yet.
+"""Sampling of the responses for each step, and the buffer of groups that no step has trained on yet.
 
-The one idea: sampling is two calls. `RolloutSource.start` samples on the rollout's ranks and returns at once
-on other ranks; `RolloutSource.finish` gathers the new tokens, so that from then on every rank has the same
-rows. Between the two calls the other ranks can do something else, such as learning from an earlier batch.
+The one idea: sampling is split into two calls. `RolloutSource.start` samples on the rollout's ranks and
+returns immediately on other ranks. `RolloutSource.finish` gathers the new tokens, after which all ranks have
+the same rows. Between the two calls the other ranks can do other work, such as training on an earlier batch.
 """
 
 from __future__ import annotations
@@ -48,65 +48,65 @@ from megatron_rl.types import (
 )
 
 _RENDEZVOUS = itertools.count(1)
-"""Numbers of the open order's rounds. One counter per process, equal on all ranks, since the rounds of all
-sources meet in the same store of the job."""
+"""Numbers of the open order's rounds: one counter per process for all sources, since all use the same store
+of the job. All ranks run the same rounds, so their counters are equal."""
 
 
 class StalenessError(RuntimeError):
-    """Rollouts that are older, in updates, than `asynchrony.max_staleness` allows."""
+    """Rollouts that are too old to train on: by more updates than `asynchrony.max_staleness` allows."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A round of generation that is sampled and not gathered yet.
+    """A round of generation that has been sampled and not gathered yet.
 
-    Example: on a rank without an engine ``new_tokens`` is empty until `RolloutSource.finish` gathers it.
+    Example: on a rank without an engine, ``new_tokens`` is empty.
     """
 
     generation_round: GenerationRound
-    """The groups of the round, the same value on every rank."""
+    """The groups of the round, equal on all ranks."""
     new_tokens: NewTokens
     """Tokens that this rank sampled."""
     greedy: Pending | None = None
-    """One greedy response per prompt, for algorithms with a greedy baseline; None for others."""
+    """Round with one greedy response per prompt, for algorithms with a greedy baseline; None for others."""
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Responses to prompts, the same value on every rank.
+    """Responses to prompts, equal on all ranks.
 
     Example: 4 prompts with 8 samples each are ``prompts`` of length 4 and ``rollouts`` of 32 rows.
     """
 
     prompts: PromptBatch
-    """[P] prompts."""
+    """P prompts."""
     rollouts: Rollouts
-    """[P * samples] rows, those of a prompt consecutive."""
+    """P * samples rows; the rows of a prompt are consecutive."""
     greedy: Rollouts | None
-    """[P] rows of greedy responses, None unless the algorithm compares with them."""
+    """P rows with the prompts' greedy responses; None unless the algorithm has a greedy baseline."""
     metrics: Metrics
     """Metrics of sampling."""
     early: EarlyRewards = field(default_factory=dict)
-    """Rewards that were computed while other groups were sampled."""
+    """Rewards that were computed while other groups were sampled: name of the scorer -> row -> reward."""
 
 
 class RolloutSource:
-    """Source of a step's responses, with the buffer of the groups in flight beyond that step.
+    """Source of each step's responses, with the buffer of groups that later steps may use.
 
-    With ``rollout.oversample`` that fraction of further prompts is sampled, and the step selects the groups
-    that finish first, counted in token rounds of ``rollout.round_tokens`` tokens per sequence. With
-    ``rollout.partial`` the next step continues the other groups with its newer weights; the step waits for a
-    group whose oldest token would otherwise exceed ``asynchrony.max_staleness``. Without ``rollout.partial``
-    the other groups are dropped and the next step starts with their prompts, so prompts with short responses
-    are trained on more often.
+    With `rollout.oversample`, a step samples this fraction of additional prompts, and selects the groups that
+    finish first, in token rounds of `rollout.round_tokens` tokens per sequence. With `rollout.partial`, the
+    next step continues the remaining groups with newer weights; a step waits for groups that would become
+    older than `asynchrony.max_staleness`. Without `rollout.partial`, the remaining groups are dropped and the
+    next step starts their prompts again, so prompts with short responses are trained on more often.
 
-    The open order has no token rounds: the replicas sample until the learning ranks wait for them and enough
-    groups are finished. The next step continues the other groups, started or not.
+    In the open order there are no token rounds: the replicas sample until the learners wait for them and
+    enough groups are finished. The next step continues the remaining groups.
 
     ``draw``: returns the next n prompts of the training data.
-    ``buffer``: the waiting, running and finished groups; part of the checkpoint.
-    ``informative``: numbers of informative and of all groups in the last batch; part of the checkpoint.
-    ``limits``: limits of responses that follow earlier lengths; part of the checkpoint.
+    ``buffer``: the waiting, running and finished groups; checkpoints contain them.
+    ``informative``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
+        last batch; checkpoints contain them.
+    ``limits``: automatic limits of response lengths; checkpoints contain their state.
     """
 
     def __init__(
@@ -125,21 +125,22 @@ class RolloutSource:
         self.informative = (0, 0)
 
     def start(self, prompt_count: int, seed: int) -> Pending:
-        """Sample a round on the rollout's ranks; other ranks return at once.
+        """Sample a round for a batch of ``prompt_count`` prompts on the rollout's ranks.
 
-        Collective over the rollout's ranks.
+        Returns immediately on other ranks. Collective over the rollout's ranks.
         """
         generation_round = self._next_round(prompt_count, seed)
         rollout = self.roles.rollout
         reward = self.roles.reward
 
-        # With token rounds, groups finish only at a gather, so no reward can be computed earlier.
+        # With token rounds, groups finish only at the gathers between rounds, so rewards cannot be computed
+        # during sampling.
         on_finished = None
         if reward.has_functions and generation_round.token_round is None:
             on_finished = reward.start_early
         pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
 
-        # Greedy responses are sampled from the same weights, before the engine goes to sleep.
+        # Sample greedy responses from the same weights, while the engine is awake.
         if not self.algorithm.needs_greedy_baseline:
             return pending
 
@@ -148,7 +149,7 @@ class RolloutSource:
         return replace(pending, greedy=greedy)
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
-        """Gather a round and return the groups selected for the step. Collective over the members."""
+        """Gather a round and return the groups selected for the step. Collective over the replica group."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
@@ -158,8 +159,8 @@ class RolloutSource:
                 self.roles.reward.gather_early(members),
             )
 
-        # All ranks have the same sequences now, and select the same groups.
-        selected = self.buffer.select(generation_round.required, generation_round.wanted)
+        # All ranks now have the same sequences, so they select the same groups.
+        selected = self.buffer.select(generation_round.required, generation_round.batch_groups)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
         early = early_rewards(selected)
@@ -172,7 +173,7 @@ class RolloutSource:
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
 
-        # Without oversampling every group was selected, and all tokens are of one version.
+        # Without oversampling, every group has been selected, and all tokens have the same version.
         if not self.config.rollout.oversample:
             greedy = None
             if pending.greedy is not None:
@@ -187,7 +188,7 @@ class RolloutSource:
                 early,
             )
 
-        # With oversampling some groups remain, finished or not.
+        # With oversampling, some groups were not selected.
         metrics += self._round_metrics(generation_round, new_tokens)
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
@@ -197,14 +198,14 @@ class RolloutSource:
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
     def _staleness(self, rollouts: Rollouts) -> Metrics:
-        """Return the age of the selected rows; see `staleness`."""
+        """Return metrics of the selected rows' age, unless the run samples ahead; see `staleness`."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()
         return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return the number of token rounds; in the open order, the required and the surplus groups."""
+        """Return the number of token rounds; in the open order, counts of required and surplus groups."""
         if generation_round.rendezvous is None:
             token_rounds = new_tokens.shard.values["round"]
             count = float(token_rounds.max()) if len(token_rounds) else 0.0
@@ -215,8 +216,8 @@ class RolloutSource:
         })  # fmt: skip
 
     def _carry_over_or_restart(self) -> Metrics:
-        """Carry over the groups that were not selected, or restart their prompts; return their counts."""
-        # Restart groups without tokens: nothing is lost, and the next weights sample all of their tokens.
+        """Retain the groups that were not selected, or restart their prompts; return metrics of both."""
+        # Restart groups without tokens, so that newer weights sample all of their tokens.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
         tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
@@ -234,11 +235,11 @@ class RolloutSource:
         })  # fmt: skip
 
     def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
-        """Top up the carried-over groups with new prompts to the in-flight limit; return them as a round."""
+        """Return a round of the groups in the buffer and as many new ones as the in-flight limit permits."""
         version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
 
-        # Carried-over groups count towards the limit: only the difference is filled with new prompts.
+        # Groups from earlier steps count towards the limit.
         in_flight_limit = prompt_count
         if rollout.oversample:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
@@ -258,13 +259,13 @@ class RolloutSource:
         if not rollout.oversample:
             return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
-        # Groups that would be too old after one more step must finish in this round.
+        # Groups that would be too old if they finished in the next step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
             required = self.buffer.required(
                 self.roles.hybrid_engine.version, ahead=self._steps_ahead, bound=self._max_staleness
             )
-        # The closed order has token rounds; the open one ends when enough groups are finished.
+        # The closed order has token rounds; the open order ends at a rendezvous of the ranks.
         if rollout.order == CLOSED:
             return GenerationRound(
                 groups,
@@ -282,14 +283,14 @@ class RolloutSource:
         )
 
     def _take_prompts(self, count: int) -> list[SequenceGroup]:
-        """Return ``count`` waiting groups: groups of the buffer first, then new ones."""
+        """Return ``count`` waiting groups: first those of the buffer, then new ones from the data."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
             groups += waiting_groups(self.draw(count - len(groups)))
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state: groups, counts of informative groups, and lengths of responses."""
+        """Return the state for checkpoints: groups, counts of informative groups, response lengths."""
         return {
             **self.buffer.state_dict(),
             "informative": self.informative,
@@ -297,10 +298,10 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; restart the prompt of each group that the current settings cannot continue.
+        """Restore the state of `state_dict`; restart prompts whose groups cannot be continued.
 
-        Such groups exist after a change of ``samples_per_prompt`` or ``rollout.partial``, or if a smaller
-        ``max_staleness`` makes groups too old. The hybrid engine's version must be restored before.
+        This applies after a change of `batch.samples_per_prompt` or `rollout.partial`, and to groups that are
+        too old for a smaller `asynchrony.max_staleness`. The hybrid engine's version must be restored before.
         """
         self.informative = tuple(state["informative"])
         # Checkpoints of older versions have no lengths.
@@ -309,7 +310,7 @@ class RolloutSource:
         if not self.buffer.started:
             return
 
-        # A group cannot get further sequences, and without `rollout.partial` nothing continues it.
+        # Groups can be continued only with `rollout.partial`, and with the same number of samples.
         samples = self.config.batch.samples_per_prompt
         same_samples = all(len(group.sequences) == samples for group in self.buffer.started)
         if self.config.rollout.partial and same_samples:
@@ -318,31 +319,33 @@ class RolloutSource:
         else:
             self.buffer.restart_all()
 
-    def keep_learnable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
-        """Return the queued batches that can still be trained on, in order; restart the other prompts."""
+    def select_trainable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
+        """Return the queued batches that can still be trained on, in order; restart the others' prompts."""
         version = self.roles.hybrid_engine.version
-        learnable: list[SampledBatch] = []
-        too_old: list[SampledBatch] = []
+        trainable: list[SampledBatch] = []
+        rejected: list[SampledBatch] = []
         for batch in queue:
             age = version - int(batch.rollouts.policy_version.min())
-            # A batch is learned from after those before it in the queue, one update each.
-            age_when_learned = age + len(learnable)
-            if len(learnable) < self._steps_ahead and age_when_learned <= self._max_staleness:
-                learnable.append(batch)
+            # Each batch before it in the queue adds one update before this batch is trained on.
+            age_when_trained = age + len(trainable)
+            if len(trainable) < self._steps_ahead and age_when_trained <= self._max_staleness:
+                trainable.append(batch)
             else:
-                too_old.append(batch)
+                rejected.append(batch)
 
-        # Each restart puts prompts in front of the others, so that the oldest batch comes last.
-        for batch in reversed(too_old):
+        # `restart` inserts prompts in front of the waiting ones: in reverse, the oldest batch becomes first.
+        for batch in reversed(rejected):
             self.buffer.restart(waiting_groups(batch.prompts))
-        return learnable
+        return trainable
 
     @property
     def _steps_ahead(self) -> int:
+        """Return `asynchrony.steps_ahead`."""
         return self.config.asynchrony.steps_ahead
 
     @property
     def _max_staleness(self) -> int:
+        """Return `asynchrony.max_staleness`, in weight updates."""
         assert self.config.asynchrony.max_staleness is not None
         return self.config.asynchrony.max_staleness
 
@@ -353,7 +356,7 @@ def complete_round(
     seed: int,
     version: int,
 ) -> GenerationRound:
-    """Return a round of ``samples`` sequences per prompt in which every sequence is finished."""
+    """Return a round of ``samples`` new sequences per prompt, which ends when every sequence is finished."""
     groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
@@ -365,22 +368,28 @@ def start_complete(
     seed: int,
     version: int,
 ) -> Pending:
-    """Sample ``samples`` complete sequences per prompt on the rollout's ranks; other ranks return at once.
+    """Sample ``samples`` complete sequences per prompt on the rollout's ranks; see `complete_round`.
 
-    Collective over the rollout's ranks.
+    Returns immediately on other ranks. Collective over the rollout's ranks.
     """
     generation_round = complete_round(prompts, samples, seed, version)
     return Pending(generation_round, rollout.infer(generation_round))
 
 
 def gather_complete(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
-    """Gather a round of `start_complete`; return its rows, grouped by prompt. Collective over the members."""
+    """Gather a round of `start_complete`; return its rows, grouped by prompt.
+
+    Collective over the replica group.
+    """
     _gather_and_append(rollout, pending, members)
     return without_token_versions(to_rollouts(pending.generation_round.groups))
 
 
 def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> NewTokens:
-    """Append the new tokens of all replicas to a round's sequences. Collective over the members."""
+    """Gather the new tokens of all replicas, append them to the round's sequences, and return them.
+
+    Collective over the replica group.
+    """
     generation_round = pending.generation_round
     new_tokens = rollout.gather(pending.new_tokens, members, generation_round)
     sequences = [sequence for _, sequence in generation_round.unfinished]
@@ -389,7 +398,10 @@ def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaG
 
 
 def conversation_metrics(rollouts: Rollouts) -> Metrics:
-    """Return the means per row of turns, observed tokens and failures, for rows that are conversations."""
+    """Return the mean numbers per row of turns, observed tokens and failures of environments.
+
+    Returns no metrics for rows without environments.
+    """
     if rollouts.outcomes is None:
         return Metrics()
 
@@ -401,7 +413,7 @@ def conversation_metrics(rollouts: Rollouts) -> Metrics:
         rows,
     )
 
-    # By reason, so that a timeout is not mistaken for an error of the environment.
+    # Count failures by reason, to distinguish timeouts from errors of the environment.
     failures = Counter(outcome.failure for outcome in rollouts.outcomes if outcome and outcome.failure)
     metrics += Metrics.mean("environment/failed", float(failures.total()), rows)
     for reason, count in failures.items():
@@ -410,7 +422,7 @@ def conversation_metrics(rollouts: Rollouts) -> Metrics:
 
 
 def without_token_versions(rollouts: Rollouts) -> Rollouts:
-    """Return rows whose tokens are all of the row's policy version, without a version per token."""
+    """Remove the versions per token from rows whose tokens all have the row's policy version."""
     return replace(rollouts, token_versions=None)
 
 
@@ -424,16 +436,16 @@ def partial_fraction(rollouts: Rollouts) -> float:
     rows = row_index(rollouts.lengths)[mask]
     newest = torch.zeros(len(rollouts), dtype=torch.int64)
     newest = newest.scatter_reduce(0, rows, rollouts.token_versions[mask].long(), "amax")
-    # A row's policy version is that of its oldest token.
+    # A row's policy version is the version of its oldest token.
     return float((newest > rollouts.policy_version).float().mean())
 
 
 def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
-    """Return the age of rows in updates; raise StalenessError if one is older than ``max_updates``.
+    """Return metrics of the rows' age; raise StalenessError if a row is older than ``max_updates``.
 
-    A row is as old as its oldest token; ``staleness/token_mean`` is the mean over tokens.
+    The age is the number of weight updates from a row's oldest token to weights of ``version``. The metric
+    ``staleness/token_mean`` is the mean age of tokens instead.
     """
-    # Raised before the metrics: rows that are too old must not be learned from.
     age = (version - rollouts.policy_version).float()
     if len(age) and int(age.max()) > max_updates:
         raise StalenessError(
@@ -450,7 +462,7 @@ def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
 
 
 def with_greedy_sampling(prompts: PromptBatch) -> PromptBatch:
-    """Return the prompts with greedy decoding."""
+    """Return the prompts with sampling parameters for greedy decoding."""
     return replace(
         prompts,
         sampling=tuple(sampling.greedy() for sampling in prompts.sampling),

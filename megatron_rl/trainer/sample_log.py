@@ -1,4 +1,4 @@
-"""Samples of steps and evaluations, stored for the report and the trackers, with the rewards that failed."""
+"""Storage of the samples of steps and evaluations, and console lines about failed rewards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_rl.trainer.rewards import (
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
 MAX_CONSOLE_CHARACTERS = 300
-"""Length to which the message of a failed reward is cut on the console."""
+"""Maximum length of a failed reward's message on the console."""
 
 
 class Samples:
@@ -46,12 +46,12 @@ class Samples:
         self.prompts = prompts
         self._warned_of_unused_scorers = False
 
-    def keep_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
-        """Store the answers, print the failures of all ranks and return the evaluation's metrics.
+    def store_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
+        """Store the answers of an evaluation, print the failures of all ranks and return the metrics.
 
         Collective over the world.
         """
-        # Compare line i of all ranks, so that a failure on every rank is printed once.
+        # Compare the i-th lines of all ranks, so that a failure that occurs on every rank is printed once.
         lines_by_rank = gather_objects(list(failure_lines(results, step)))
         for lines in zip_longest(*lines_by_rank, fillvalue=""):
             for line in dict.fromkeys(filter(None, lines)):
@@ -65,13 +65,12 @@ class Samples:
                 self._store(f"eval_{result.name}", step, columns)
         return merge(result.metrics for result in results)
 
-    def keep_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
+    def store_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
         """Store the step's samples with their rewards, and print examples of failed rewards.
 
-        Returns the number of failed rewards by reason, of all ranks, and the examples. Collective over the
-        world.
+        Returns reason -> number of failed rewards of all ranks, and the examples. Collective over the world.
         """
-        # Each rank has the failures of its own rows only.
+        # Each rank only has the failures of the rows that it rewarded.
         failures: Sequence[Failure] = ()
         batch = None
         if result is not None:
@@ -87,20 +86,26 @@ class Samples:
 
         self._print_failures(step, reasons, examples)
 
-        # Warn once per run: the next steps would have the same warning.
+        # Warn once per run: later steps would repeat the warning.
         warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
         if warning and not self._warned_of_unused_scorers:
             self.job.say(f"step {step}: {warning}")
             self._warned_of_unused_scorers = True
 
-        # One row per response, with its group, reward and policy version.
+        # Store a table with one row per response.
         columns = self._columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
         names = source_names(self.prompts, batch.prompts.prompt_ids)
         if names:
             columns["source"] = list(names)
         columns["reward"] = batch.scores.rewards.tolist()
+        for name, values in batch.scores.components.items():
+            columns[f"component/{name}"] = values.tolist()
         columns["valid"] = batch.scores.valid.tolist()
+        if result is not None and result.advantages is not None:
+            # NaN, as in the rewards: a row without a valid one has no advantage.
+            advantages = result.advantages.masked_fill(~batch.scores.valid, float("nan"))
+            columns["advantage"] = advantages.tolist()
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)
@@ -113,7 +118,7 @@ class Samples:
         reasons: Counter[str],
         examples: Sequence[Failure],
     ) -> None:
-        """Print the examples, and the counts if there are more failed rewards than examples."""
+        """Print examples of failed rewards, and the counts by reason if there are more failures."""
         for failure in examples:
             message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {message}")
@@ -127,13 +132,13 @@ class Samples:
         step: int,
         columns: Mapping[str, Sequence[Any]],
     ) -> None:
-        """Write the samples of one step or evaluation set to the run folder and the trackers."""
+        """Write a table of samples to the run folder and the trackers; ``kind`` is "step" or "eval_NAME"."""
         write_rollouts(self.job.folder, step, columns, kind=kind)
         if self.job.trackers is not None:
             self.job.trackers.samples(kind, step, columns)
 
     def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
-        """Return the columns that training samples and evaluation answers have in common."""
+        """Return the columns that tables of training samples and of evaluation answers have in common."""
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
@@ -153,9 +158,10 @@ def write_rollouts(
     limit: int | None = None,
     kind: str = "step",
 ) -> Path:
-    """Write the first ``limit`` rows of equally long columns to ``rollouts/<kind>_<step>.parquet``.
+    """Write a table of samples to ``rollouts/KIND_STEP.parquet``; return the file's path.
 
-    A column whose values have no common Parquet type is stored as JSON text.
+    Only the first ``limit`` rows are written, or all for None. A column whose values have no common Parquet
+    type is stored as JSON text.
     """
     import pyarrow
     import pyarrow.parquet
@@ -172,7 +178,7 @@ def write_rollouts(
             array = pyarrow.array(rows)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             array = pyarrow.array([json.dumps(row, default=str) for row in rows])
-        # A column with None only, such as the failures of a step without any, has text in other steps' files.
+        # Store a column that has only None as text, its type in other steps' files (such as failures).
         if pyarrow.types.is_null(array.type):
             array = array.cast(pyarrow.string())
         arrays[name] = array

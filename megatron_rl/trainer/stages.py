@@ -1,7 +1,8 @@
 """Stages before reinforcement learning: supervised training, preferences and reward models.
 
-The one idea: one loop takes the steps of every stage; a `Stage` is a value with what differs between them,
-its objective and what its batches need.
+The one idea: the same loop runs the steps of every stage. A `Stage` is a value with everything in which
+stages
+differ: role, data, objective, and what batches need.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_rl.algorithms import (
     reward_model_objective,
     sft_objective,
 )
+from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     find_model_damages,
@@ -50,10 +52,10 @@ from megatron_rl.distributed.exchange import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export
-from megatron_rl.hf.peft import note_base
+from megatron_rl.hf.peft import record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles, build_learner
@@ -65,7 +67,7 @@ from megatron_rl.trainer.state import Checkpoints, save_for_megatron
 from megatron_rl.types import TrainBatch
 
 PAIR = 2
-"""Rows of a preference pair, the chosen and the rejected response, which stay in one micro-batch."""
+"""Rows of a preference pair: the chosen and the rejected response, always in the same micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -76,47 +78,47 @@ class StageData:
     """
 
     train: ResponseSource
-    """Records to learn from."""
+    """Training records."""
     held_out: ResponseSource | None
-    """Records on which the loss is only evaluated, None without any."""
+    """Records on which the loss is only evaluated, or None."""
     per_step: int
-    """Records of a step."""
+    """Number of records per step."""
     records: int
-    """Records of the whole stage, which may take several epochs of ``train``, or part of one."""
+    """Number of records of the whole stage: several epochs of ``train``, or a part of one."""
 
     @property
     def steps(self) -> int:
-        """Return the number of steps."""
+        """Return the number of steps of the stage."""
         return -(-self.records // self.per_step)
 
     def size(self, step: int) -> int:
-        """Return the number of records of a step, counted from 1."""
+        """Return the number of records in a step; steps are counted from 1."""
         return min(self.per_step, self.records - (step - 1) * self.per_step)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: the role that learns, its data and objective, and the action at its end.
+    """One stage: the role that is trained, its data and objective, and the action at its end.
 
     Example: a supervised warm-up has the actor as ``role``, `sft_objective` and no ``options``.
     """
 
     plan: StagePlan
-    """Plan of the stage, made from the configuration."""
+    """Plan of the stage, derived from the configuration."""
     title: str
-    """Title in messages and of the progress bar."""
+    """Name of the stage in messages and in the progress bar."""
     role: ModelRole
-    """The role that learns."""
+    """The role that is trained."""
     data: StageData
-    """Records to learn from and to evaluate."""
+    """Records for training and evaluation."""
     objective: Objective
     """Loss and metrics of a micro-batch."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ModelRole.update`."""
     needs_reference: bool = False
-    """Whether batches have the log-probs of the policy that the stage starts from."""
+    """Whether the objective needs log-probs of the policy with which the stage starts."""
     at_end: Callable[[], None] = lambda: None
-    """Called once the stage's model is written. Collective over the world."""
+    """Function that is called after the stage's model has been written. Collective over the world."""
 
 
 def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
@@ -128,7 +130,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
 
     def load(path: DataPath, name: str) -> ResponseSource:
         key = f"{plan.where}.{name}"
-        # Errors about a record name the setting that its field comes from.
+        # Errors about a record contain the configuration key that selects its field.
         fields = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
         source = load_responses(
             job.config,
@@ -151,7 +153,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     if settings.held_out is not None:
         held_out = load(settings.held_out, "held_out")
 
-    # The length of a stage is a number of steps, or of epochs.
+    # The length of a stage is configured in steps or in epochs.
     records = (settings.steps or 0) * settings.per_step
     if settings.epochs is not None:
         records = max(1, round(settings.epochs * len(train)))
@@ -164,8 +166,8 @@ def make_stage(
     data: StageData,
     at_end: Callable[[], None],
 ) -> Stage:
-    """Return the stage of a plan."""
-    # A supervised stage learns from each row by itself.
+    """Create the stage of a plan, with its title, objective and options."""
+    # The supervised loss of a row does not depend on other rows.
     settings = plan.settings
     if isinstance(settings, SftConfig):
         return Stage(
@@ -177,7 +179,7 @@ def make_stage(
             at_end=at_end,
         )
 
-    # Preference losses compare the two rows of a pair; SimPO needs no reference (arXiv 2405.14734).
+    # Preference losses compare the two rows of a pair. SimPO needs no reference (arXiv 2405.14734).
     if isinstance(settings, PreferenceConfig):
         assert settings.beta is not None
         loss = PreferenceSettings(
@@ -186,6 +188,7 @@ def make_stage(
             settings.label_smoothing,
             settings.margin,
             settings.sft_coef,
+            preference_function(settings.loss, f"{plan.where}.loss"),
         )
         return Stage(
             plan,
@@ -198,7 +201,8 @@ def make_stage(
             at_end=at_end,
         )
 
-    # A reward model's output at a token rates the text up to it; it does not predict the next token.
+    # ``before=False``: a reward model's output at a token is the reward of the text up to this token; it does
+    # not predict the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
     return Stage(
@@ -213,6 +217,7 @@ def make_stage(
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
+    """Return `sft_objective` for a model whose outputs are log-probs and entropy."""
     return sft_objective(rows, log_probs)
 
 
@@ -222,7 +227,7 @@ def preference_objective(
     log_probs: Any,
     entropy: Any,
 ) -> Any:
-    """Return `dpo_objective`, for a model whose outputs are log-probs and entropy."""
+    """Return `dpo_objective` for a model whose outputs are log-probs and entropy."""
     return dpo_objective(settings, rows, log_probs)
 
 
@@ -231,20 +236,23 @@ def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], 
 
     Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
-    # Roles with separate models still have the weights from which the actor started.
+    # Roles with separate models still have the actor's weights from before the stage.
     if plan.role == "actor":
         return partial(_load_into_dependents, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
 
 
 def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
-    """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
+    """Load the model that the actor's stage wrote into the roles that start from it.
+
+    Collective over the world.
+    """
     starting_models = explicit_model_paths(config)
     trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
     for role in roles.models:
         if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
-        # The initial policy is the actor's own model, whose weights the stage has trained.
+        # This role runs the actor's model, whose weights the stage has trained.
         if role.initial_of is not None:
             continue
 
@@ -252,20 +260,20 @@ def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> N
             if role.model is not None:
                 load_weights(role.model, str(plan.model))
                 if role.model.adapters is not None:
-                    note_base(role.model, str(plan.model))
-            # The optimizer has a float32 copy of the weights.
+                    record_base_checksum(role.model, str(plan.model))
+            # Update the optimizer's float32 copies of the weights.
             if role.optimizer is not None:
                 role.optimizer.reload_parameters()
 
 
 def require_stage_models(config: RunConfig) -> None:
-    """Raise UserError if a resumed run needs a model that one of its stages trained, and the model is absent.
+    """Raise UserError if a model that a stage has trained is missing, although the resumed run needs it.
 
-    A checkpoint has the weights of actor and critic. The reference, trained reward models and the base of the
-    actor's adapters are read from the run folder.
+    A checkpoint contains the weights of actor and critic. The reference, trained reward models and the base
+    of the actor's adapters are loaded from the models in the run folder.
     """
     for plan in stage_plans(config):
-        # Frozen roles that start from a stage's model read it again, and so does the base of adapters.
+        # Frozen roles that start from the stage's model load it, and adapters need it as their base.
         frozen_roles = [
             path
             for path, model in explicit_model_paths(config).items()
@@ -276,7 +284,7 @@ def require_stage_models(config: RunConfig) -> None:
         if plan.ended or not is_read:
             continue
 
-        # The actor's stage cannot be removed: the checkpoint was trained from its model.
+        # The advice cannot be to remove the actor's stage, since the checkpoint was trained from its model.
         if plan.role == "actor":
             key = f"{[*frozen_roles, 'reference'][0]}.path"
             change = f"set {key} to it"
@@ -293,10 +301,10 @@ def require_stage_models(config: RunConfig) -> None:
 
 
 def set_damaged_models_aside(job: Job) -> None:
-    """Rename damaged models of ended stages, which then run again from their beginning.
+    """Rename damaged models of completed stages, so that these stages run again.
 
-    Only for a run without a checkpoint to resume from: another run needs exactly the model that it was
-    saved with. Collective over the world.
+    Call it only for a run without a checkpoint: a checkpoint needs exactly the models with which it was
+    trained. Collective over the world.
     """
     ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
     for plan in ended_plans:
@@ -314,24 +322,24 @@ def set_damaged_models_aside(job: Job) -> None:
 def run_stage(stage: Stage, job: Job) -> None:
     """Train the stage's role, from the stage's newest checkpoint if there is one, and write its model.
 
-    The model is a Hugging Face checkpoint that is written completely or not at all: the stage has ended once
-    its folder exists. The role's own optimizer then continues from the trained weights. Collective over the
-    world.
+    The model is a Hugging Face checkpoint that is written atomically: the stage is completed when its folder
+    exists. Then the role's optimizer for the run, if it has one, is updated to the trained weights.
+    Collective over the world.
     """
     role = stage.role
     plan = stage.plan
     run_optimizer = role.optimizer
     with role.resident():
-        # The same random numbers whether the stage follows another one or a restart.
+        # Seed again, so that a stage gets the same random numbers after another stage and after a restart.
         checkpoint.seed_generators(job.config.seed, 0, role.model)
         if role.model is not None:
-            # The model of a role with an optimizer has been wrapped for it already.
+            # A role with an optimizer has already been wrapped in DDP.
             if run_optimizer is None:
                 ddp = job.config.actor.ddp if plan.role == "actor" else None
-                wrap(role.model, plan.settings.optimizer.distributed, ddp)
+                wrap_in_ddp(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
 
-        steps = _take_steps(stage, job)
+        steps = _run_steps(stage, job)
 
         role.optimizer = run_optimizer
         if run_optimizer is not None:
@@ -346,7 +354,7 @@ def run_stage(stage: Stage, job: Job) -> None:
 
 
 def _export_stage_model(stage: Stage, job: Job) -> None:
-    """Write the stage's model and merge its adapters, so that the next stage starts from the written model.
+    """Write the stage's model, and merge its adapters into the weights in memory as in the written model.
 
     Collective over the role's ranks.
     """
@@ -356,21 +364,22 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
     export(model, stage.plan.model, job.config.model.path)
     if model.adapters is not None:
         merge_adapters(model, job.config.seed)
-        note_base(model, stage.plan.model)
+        record_base_checksum(model, stage.plan.model)
         if stage.role.optimizer is not None:
             stage.role.optimizer.reload_parameters()
 
 
 def delete_checkpoints(plan: StagePlan, job: Job) -> None:
-    """Delete the checkpoints of a stage that has ended, on the main rank."""
+    """Delete the checkpoints of a completed stage, on the main rank."""
     if job.main:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
 
 
 def run_alone(job: Job) -> None:
-    """Run the stages of a job without reinforcement learning.
+    """Run the stages of a job that has no reinforcement learning.
 
-    The model of the actor's last stage is published as the job's model. Collective over the world.
+    The model of the actor's last stage becomes the job's model, in ``model/`` of the run folder. Collective
+    over the world.
     """
     config = job.config
     tokenizer = load_tokenizer(config.model.path, job.first_start)
@@ -378,12 +387,12 @@ def run_alone(job: Job) -> None:
     set_damaged_models_aside(job)
     require_intact_models(from_first_rank(lambda: existing_models(config)))
 
-    # The first rank decides: a shared file system can show the ranks different files for a while.
+    # Use the first rank's result: for a short time, ranks can read different states of a shared file system.
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
         data_of = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
 
-    # Every stage builds its own role, from the model of the previous stage.
+    # Build a new role for every stage, from the model of the previous stage.
     for plan in stage_plans(config):
         if plan.where in data_of:
             with job.phases("build"):
@@ -405,7 +414,7 @@ def run_alone(job: Job) -> None:
         job.say(f"{plan.where}: the model is in {path}")
 
 
-def _take_steps(stage: Stage, job: Job) -> int:
+def _run_steps(stage: Stage, job: Job) -> int:
     """Run the remaining steps of a stage, with metrics and checkpoints; return the number of its last step.
 
     Collective over the world.
@@ -417,8 +426,8 @@ def _take_steps(stage: Stage, job: Job) -> int:
     save_every = plan.settings.checkpoint_every
     assert save_every is not None
 
-    # Continue after the newest checkpoint of the stage, if there is one.
-    trained_parts = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
+    # Read the state of the stage's newest checkpoint, if there is one.
+    trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
     step = 0
@@ -430,18 +439,18 @@ def _take_steps(stage: Stage, job: Job) -> int:
         loss = state["held_out_loss"]
         data.train.load_state_dict(state["data"])
 
-    # Batches that need a reference are scored by the policy before the stage, so before the checkpoint's
-    # weights are loaded.
+    # Before the checkpoint's weights are loaded: a reference is the policy from before the stage, which
+    # computes the log-probs of all batches here.
     batches, held_out = _batches(stage, job, step)
     if newest is not None:
-        checkpoint.load(newest, trained_parts)
+        checkpoint.load(newest, trained_roles)
         job.say(f"{stage.title}: resumed from {newest} at step {step}")
 
     def write(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        # One checkpoint is enough: the stage's model replaces it.
+        # Retain a single checkpoint; it is deleted when the stage's model has been written.
         return checkpoint.save(
             path,
-            trained_parts,
+            trained_roles,
             state,
             keep=1,
             layout=layout,
@@ -455,7 +464,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
         Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
         job.stop.saves(),
     ):
-        # The loss before the first step, which may already be at the target.
+        # Evaluate the loss before the first step, since it may already have reached the target.
         progress.advance(step)
         if held_out is not None and newest is None:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
@@ -467,10 +476,10 @@ def _take_steps(stage: Stage, job: Job) -> int:
             job.phases.step = step
             with job.phases(plan.name):
                 metrics = role.update(batch, stage.objective, **stage.options) + role.pass_metrics()
-            if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
+            if held_out is not None and _is_scheduled(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
 
-            # Gathered values: every rank makes the same decisions on the loss.
+            # All ranks get the same gathered loss, so that they make the same decisions.
             values = log.write(step, metrics)
             announce_split_passes(job, values)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
@@ -485,7 +494,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
             checkpoints.complete_if_written()
             is_last = step == data.steps
             if is_last and loss_target is not None and not _reaches(loss_target, loss):
-                # The stage fails, and a user can resume it with more steps.
+                # The stage will fail, but a user can resume it from here with more steps.
                 with job.phases("checkpoint"):
                     checkpoints.save_final(step)
             elif step % save_every == 0 and not is_last:
@@ -501,12 +510,12 @@ def _take_steps(stage: Stage, job: Job) -> int:
 
 
 def _reaches(target: float | None, loss: float | None) -> bool:
-    """Return whether a held-out loss has reached the target of its stage; False without either."""
+    """Return whether a held-out loss has reached its stage's target; False without a target or a loss."""
     return target is not None and loss is not None and loss <= target
 
 
 def _require_loss(stage: Stage, loss: float | None) -> None:
-    """Raise UserError if a stage with `until_loss` has ended above that held-out loss."""
+    """Raise UserError if a stage has ended with a held-out loss above its `until_loss`."""
     plan = stage.plan
     target = plan.settings.until_loss
     if _reaches(target, loss):
@@ -516,22 +525,23 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
         where=f"{plan.where}.until_loss",
         expected=f"a held-out loss of {target:g} or less within {stage.data.steps} steps",
         got="no measurement" if loss is None else f"{loss:.4g}",
-        fix=f"look at {plan.name}.jsonl in the run folder; set more steps (the stage resumes from here), "
+        fix=f"inspect {plan.name}.jsonl in the run folder; set more steps (the stage resumes from here), "
         f"another learning rate, or a higher {plan.where}.until_loss",
     )
 
 
-def _is_due(step: int, every: int | None, last_step: int) -> bool:
+def _is_scheduled(step: int, every: int | None, last_step: int) -> bool:
+    """Return whether an action of every ``every`` steps (None: only of the last step) follows ``step``."""
     return step == last_step or (every is not None and step % every == 0)
 
 
 def _batches(
     stage: Stage, job: Job, completed_steps: int
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
-    """Return the remaining batches, each with the data's state after it, and the held-out rows.
+    """Return the remaining batches, each with the data's state after it, and the held-out rows (or None).
 
-    If the stage needs a reference, the current weights compute the log-probs of all batches now, before the
-    first update. Collective over the world.
+    If the stage needs a reference, this computes the log-probs of all batches with the current weights.
+    Collective over the world.
     """
     data = stage.data
 
@@ -544,28 +554,31 @@ def _batches(
         log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
-    # Held-out rows are one batch: their loss has one denominator.
+    # Held-out rows form a single batch, so that their loss is a mean over all of them.
     held_out: TrainBatch | None = None
     if data.held_out is not None:
-        held_out = data.held_out.everything()
+        held_out = data.held_out.in_file_order()
     if not stage.needs_reference:
         return draw(), held_out
 
-    # Score all batches now: the reference has the current weights, which the first update changes.
+    # Compute them now: the current weights are the reference, and the first update changes them.
     with job.phases("score"):
         batches = [(with_reference(batch), position) for batch, position in draw()]
         return iter(batches), held_out and with_reference(held_out)
 
 
 def _held_out_metrics(stage: Stage, held_out: TrainBatch, job: Job) -> Metrics:
-    """Return the objective's metrics on held-out rows, ``GROUP/held_out_NAME`` instead of ``GROUP/NAME``."""
+    """Return the objective's metrics on held-out rows, named ``GROUP/held_out_NAME``.
+
+    Collective over the role's ranks.
+    """
     with job.phases("evaluate"):
         metrics = stage.role.eval_step(held_out, stage.objective, **stage.options)
     return Metrics({name.replace("/", "/held_out_", 1): value for name, value in metrics.sums.items()})
 
 
 class _StageLog:
-    """Metrics log of a stage, a line per step; a context manager on every rank."""
+    """Metrics log of a stage with a line per step; a context manager, which all ranks construct."""
 
     def __init__(self, stage: Stage, job: Job, resumed_step: int | None) -> None:
         self._name = stage.plan.name
@@ -583,7 +596,7 @@ class _StageLog:
             )
 
     def write(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Write a step's metrics of all ranks, named after the stage; return them on every rank.
+        """Gather a step's metrics, write them under the stage's name, and return them on every rank.
 
         Collective over the world.
         """

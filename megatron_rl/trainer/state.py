@@ -1,7 +1,7 @@
-"""State of a run between two steps, and the checkpoints that it is saved in and restored from.
+"""State of a run between two steps, and the schedule of its checkpoints.
 
-The one idea: the roles' tensors go into distributed checkpoints, and all else is one dictionary of plain
-values that is equal on every rank.
+The one idea: distributed checkpoints store the roles' tensors. Everything else is one dictionary of plain
+values and host tensors that is equal on every rank.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ TYPES = (
     Metrics,
     Answer,
 )
-"""Classes of the values in a checkpoint's state; a checkpoint with others is not read."""
+"""Classes that a checkpoint's state may contain; a checkpoint with other classes is refused."""
 
 
 ROLLOUT_WEIGHTS = "rollout"
-"""Name of the weights in a checkpoint that responses are sampled from, where they are not the actor's."""
+"""Name in a checkpoint of the weights that responses are sampled from, if they are older than the actor's."""
 
 
 @dataclass
@@ -72,17 +72,17 @@ class Best:
     """
 
     kept: list[tuple[int, float]] = field(default_factory=list)
-    """Step and value of the best measurements, the best first."""
+    """(step, value) of the best measurements, the best first; their checkpoints are retained."""
     waited: int = 0
-    """Number of measurements since the last new best one."""
+    """Number of measurements since the best one."""
 
     def record(self, step: int, value: float, config: CheckpointConfig) -> bool:
-        """Record a measurement; return whether it is among the ``keep_best`` best."""
+        """Record a measurement; return whether it is among the best `checkpoint.keep_best` ones."""
         sign = 1.0 if config.best_is == "highest" else -1.0
         is_new_best = not self.kept or sign * value > sign * self.kept[0][1]
         self.waited = 0 if is_new_best else self.waited + 1
 
-        # Equal values: the earlier step ranks first, so that a plateau does not replace checkpoints.
+        # Of equal values the earlier step ranks first, so that a plateau does not replace checkpoints.
         ranked = sorted(
             [*self.kept, (step, value)],
             key=lambda item: (-sign * item[1], item[0]),
@@ -93,40 +93,40 @@ class Best:
 
 @dataclass(frozen=True)
 class DeferredEvaluation:
-    """Evaluation of a step's weights that runs during the next step, whose samples need the same weights."""
+    """Evaluation of a step's weights that runs during the next step, which samples with the same weights."""
 
     step: int
     """Step whose weights are evaluated."""
     sets: tuple[str, ...]
     """Names of the evaluation sets."""
     metrics: Metrics
-    """Metrics of the step, which are written together with those of the evaluation."""
+    """Metrics of the step, which are written with those of the evaluation."""
 
 
 @dataclass
 class TrainerState:
-    """Position of a run: everything that the next step depends on, except the roles' tensors."""
+    """State of a run between steps: everything on which the next step depends, except the roles' tensors."""
 
     prompts: TrainingPrompts
-    """Training prompts, with the position in their order."""
+    """Training prompts, with the current position in the data."""
     algorithm: AlgorithmState
     """State of the algorithm between steps."""
     seed: int
     """Seed of the run."""
     source: RolloutSource
-    """Sampled groups that are not finished or not selected yet."""
+    """Source of responses, with the groups that have not been trained on."""
     queue: list[SampledBatch] = field(default_factory=list)
-    """Batches that are sampled and not yet learned from, shared with `AheadBatches`."""
+    """Sampled batches that have not been trained on; the same list object as in `AheadBatches`."""
     step: int = 0
     """Number of completed steps."""
     best: Best = field(default_factory=Best)
-    """Best measurements so far."""
+    """Best measurements of `checkpoint.best` so far."""
     deferred: DeferredEvaluation | None = None
-    """Evaluation of the last step that has not run yet."""
+    """Evaluation of the last step if it has not run yet, otherwise None."""
     health: dict[str, RuleState] = field(default_factory=dict)
-    """Name of a health rule -> its state, on the main rank alone, which saves it."""
+    """Name of a health rule -> its state; only the main rank updates and saves it."""
     budget: TokenBudget | None = None
-    """Tokens per micro-batch with `batch.memory_target`, None without."""
+    """Budget of tokens per micro-batch with `batch.memory_target`, otherwise None."""
 
     def save(
         self,
@@ -137,12 +137,15 @@ class TrainerState:
         layout: str,
         in_background: bool,
     ) -> checkpoint.PendingCheckpoint:
-        """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
-        # The checkpoints of the best steps are retained in addition to the newest ``keep``.
-        best_steps = [step for step, _ in self.best.kept]
-        trained_roles = _parts(roles)
+        """Save a checkpoint of the roles and this state into the folder ``path``.
 
-        # Where the next step syncs, it samples from the weights of the actor itself.
+        ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
+        """
+        # Retain the checkpoints of the best steps in addition to the newest ones.
+        best_steps = [step for step, _ in self.best.kept]
+        trained_roles = _trained_roles(roles)
+
+        # With `hybrid_engine.every` above 1, the next step may sample from older weights than the actor's.
         if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
             trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
 
@@ -164,55 +167,55 @@ class TrainerState:
         *,
         trusted: bool = False,
     ) -> str | None:
-        """Restore a checkpoint of any layout; return the warning of `load_state_dict`.
+        """Restore roles and state from a checkpoint of any layout.
 
-        ``trusted`` as for `checkpoint.load`. Collective over the world.
+        Returns a warning if the training data has changed, otherwise None. ``trusted``: whether the
+        checkpoint may contain code. Collective over the world.
         """
-        trained_roles = _parts(roles)
+        trained_roles = _trained_roles(roles)
         policy = roles.hybrid_engine.rollout_policy
         has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
         restores_rollout_weights = has_rollout_weights and policy.every != 1
         with roles.learners_resident():
             if restores_rollout_weights:
-                # The load writes into the copy of the policy, which has the weights' shapes from here on.
+                # Allocate the copy of the rollout policy's weights, into which the load then writes.
                 policy.capture(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
             state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 
-        # Without stored rollout weights, the next responses are sampled from the actor's own.
+        # Without stored rollout weights, the next responses are sampled from the actor's weights.
         policy.version = None
         if restores_rollout_weights:
             policy.version = int(state["rollout_version"])
         return self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
-        """Restore what `state_dict` returned; return the warning of `PromptSource.load_state_dict`.
+        """Restore the result of `state_dict`; return a warning if the training data has changed, or None.
 
         ``source`` and ``queue`` are changed in place, since the batch source has references to them.
         """
-        # Values that depend on no other part of the state.
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         warning = self.prompts.load_state_dict(state["prompts"])
 
-        # The version before the groups: which of them are too old depends on it.
+        # Restore the version before the groups: it determines which of them are too old.
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
-        self.queue[:] = self.source.keep_learnable([SampledBatch(**item) for item in state["queue"]])
+        self.queue[:] = self.source.select_trainable([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
 
-        # Checkpoints of older versions, without deferred evaluations, lack the key.
+        # Checkpoints of older versions do not have this key.
         deferred = state.get("held")
         self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
-        # Checkpoints of older versions, without health rules, lack the key.
+        # Checkpoints of older versions do not have this key.
         self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
         if self.budget is not None:
             self.budget = self.budget.restored(state.get("token_budget"))
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
-        """Return the plain values of the state, equal on every rank but for ``health``."""
-        # Existing checkpoints have these keys: a change needs a new STATE_FORMAT.
+        """Return the state as plain values and host tensors, equal on all ranks except for ``health``."""
+        # Existing checkpoints have these keys: a change requires a new STATE_FORMAT.
         state = {
             "step": self.step,
             "seed": self.seed,
@@ -231,21 +234,21 @@ class TrainerState:
         return state
 
 
-def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
-    """Return the models and optimizers that a checkpoint of the run has, by role."""
+def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
+    """Return name -> model and optimizer of the roles that checkpoints of the run contain."""
     return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
 
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
-    """Return the rollout policy's weights as an entry of a checkpoint."""
+    """Return the rollout policy's weights in the form in which checkpoints save a role."""
     return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
 
 
 class Checkpoints:
-    """Checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
+    """Saves checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
 
-    ``write(path, layout, in_background)`` calls `checkpoint.save` with the state to save; in the background
-    training continues while the tensors are written.
+    ``write(path, layout, in_background)`` must call `checkpoint.save` with the current state. With
+    ``in_background``, training continues while the tensors are written.
     """
 
     def __init__(
@@ -276,24 +279,24 @@ class Checkpoints:
 
         Collective over the world.
         """
-        # First in the configured layout, unless this process has saved the step already.
+        # First save in the configured layout, unless this process has already saved the step.
         if self.saved not in ((step, self._layout), (step, ANY)):
             self.save(step, self._layout)
         self.complete()
 
-        # Shards without an index fit their layout alone: gather the optimizer. Memory or time may be missing
-        # for it, but the checkpoint above is complete.
+        # Only their own layout can restore optimizer shards without an index: save again with a gathered
+        # optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
         path = checkpoint_path(self._folder, step)
         if not from_first_rank(lambda: reads_anywhere(read_meta(path))):
             self.save(step, ANY)
         return path
 
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
-        """Save the restored step again if the settings ask for any layout and the checkpoint has another.
+        """Save the restored step again if the setting is now `ANY` and the checkpoint has optimizer shards.
 
-        Collective over the world.
+        ``path``: the restored checkpoint, or None. Collective over the world.
         """
-        # A run whose setting was changed can then resume in another layout without taking a further step.
+        # So a run whose setting was changed can resume on another layout without running another step.
         if path is None or self._layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
@@ -301,11 +304,11 @@ class Checkpoints:
         job.say(f"step {step}: its checkpoint is rewritten for any layout")
 
     def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
-        """Save the current step; with ``in_background``, training continues meanwhile.
+        """Save the current step; with ``in_background``, return while the tensors are being written.
 
         Collective over the world.
         """
-        # Only one checkpoint is written at a time: wait for the previous one.
+        # Only one checkpoint is written at a time, so wait for the previous one.
         self.complete()
         self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)
         if not in_background:
@@ -320,11 +323,12 @@ class Checkpoints:
             self._saving = None
 
     def complete_if_written(self) -> Metrics:
-        """Complete a checkpoint that all ranks have written; return the write times since the last call.
+        """Complete the pending checkpoint if all ranks have written it; return metrics of write times.
 
-        Collective over the world.
+        The metrics are those of checkpoints that were completed since the last call. Collective over the
+        world.
         """
-        # Only if all ranks have written: completing a checkpoint waits for every rank.
+        # Do not wait: `complete` would block until every rank has written.
         if self._saving is not None and all(gather_objects(self._saving.written)):
             self.complete()
 
@@ -334,7 +338,7 @@ class Checkpoints:
 
 
 def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
-    """Save the actor after ``steps`` for Megatron-LM, if `checkpoint.megatron` is set.
+    """Save the actor after step ``steps`` for Megatron-LM, if `checkpoint.megatron` is set.
 
     Collective over the world.
     """
@@ -342,7 +346,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     if settings.megatron is None:
         return
 
-    # Iterations continue from the Megatron-LM checkpoint that the model came from.
+    # If the model came from a Megatron-LM checkpoint, continue its numbering of iterations.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
         save_megatron(
@@ -355,10 +359,10 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
 
 
 def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
-    """Save the Megatron-LM checkpoint of a restored step if a kill came between it and the run's own.
+    """Save the Megatron-LM checkpoint of a restored step if it is missing.
 
-    A run that is killed after the checkpoint of its last step has no later step that would write it.
-    Collective over the world.
+    It is missing if the run was killed after the step's checkpoint and before the one for Megatron-LM. If
+    this was the last step, no later step would write one. Collective over the world.
     """
     folder = config.checkpoint.megatron
     if folder is None:

@@ -1,4 +1,4 @@
-"""Experiment trackers, each through its own client, from one thread that the run never waits for."""
+"""Experiment trackers: a background thread calls their clients, so that training never waits for them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_rl.durable import write_text
 from megatron_rl.errors import first_line
 
 MAX_QUEUED = 10_000
-"""Calls that can wait for the trackers; further ones are dropped, since a tracker hangs."""
+"""Maximum number of queued calls; further calls are dropped, because a tracker apparently hangs."""
 CLOSING_SECONDS = 60.0
-"""Time for the trackers' queued calls at the end of a job."""
+"""Seconds to wait for queued calls at the end of a job."""
 FAILING_SECONDS = 5.0
-"""The same limit for a job that ends by an exception."""
+"""Seconds to wait for queued calls at the end of a job that ends by an exception."""
 _EVENTS = "events.out.tfevents."
-"""Prefix of the names of TensorBoard's event files, before their time in seconds."""
+"""Prefix of the names of TensorBoard's event files, which the time in seconds follows."""
 
 Columns = Mapping[str, Sequence[Any]]
 """Samples as a table: name of a column -> values of its rows."""
@@ -36,7 +36,7 @@ class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Prepare for the steps of a phase after ``resumed_step``; None prepares for all its steps."""
+        """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if that is None."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -48,18 +48,18 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send everything that is still queued."""
+        """Send all queued data and end the tracker's run."""
         ...
 
 
 class Trackers:
-    """All trackers of the settings: calls are queued, and a thread passes them on in order.
+    """All configured trackers; calls are queued, and a thread executes them in order.
 
-    A tracker that raises is removed, which is printed once. Only one rank may construct it.
+    After an exception a tracker is disabled with a warning. Only one rank may construct it.
 
     ``run_info``: configuration, versions and hardware of the run.
-    ``resumed``: whether the trackers continue the run whose ids are in the folder.
-    ``say``: function that prints a line on the console.
+    ``resumed``: whether to continue the trackers' runs whose ids are stored in the run folder.
+    ``say``: prints a line on the console.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED)
 
-        # A daemon: a client that hangs must not keep the process from ending.
+        # A daemon thread, so that a client that hangs does not prevent the process from ending.
         self._thread = threading.Thread(target=self._serve, name="trackers", daemon=True)
         self._thread.start()
 
@@ -92,14 +92,14 @@ class Trackers:
         self._enqueue("write", phase, step, dict(values))
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Log the first rows of a table, as many as `logging.samples`."""
+        """Log the first `logging.samples` rows of a table; see `Tracker.samples`."""
         limit = self._config.samples
         if limit:
             rows = {name: [_cell(value) for value in values[:limit]] for name, values in columns.items()}
             self._enqueue("samples", kind, step, rows)
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Wait until all queued calls are made, for at most ``seconds``."""
+        """Close the trackers after all queued calls; wait for at most ``seconds``."""
         self._enqueue("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -112,15 +112,16 @@ class Trackers:
         self.close(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
 
     def _enqueue(self, method: str, *arguments: Any) -> None:
-        # Dropping a call loses nothing: the run's own files have every line and sample.
+        """Queue a call of a method of all trackers; drop it if the queue is full."""
+        # A dropped call loses no data: the files in the run folder have every metric and sample.
         try:
             self._queue.put_nowait((method, arguments))
         except queue.Full:
             return
 
     def _serve(self) -> None:
-        """Open the trackers, then make the queued calls until `close`."""
-        # In this thread, since importing a client takes seconds.
+        """Open the trackers, then execute queued calls until `close`."""
+        # Opened in this thread, since importing a client takes seconds.
         for name in self._config.trackers:
             self._attempt(name, partial(self._open, name))
         if self._config.prometheus is not None:
@@ -129,7 +130,7 @@ class Trackers:
                 partial(self._open_prometheus, self._config.prometheus),
             )
 
-        # `close` is passed on as the last call.
+        # `close` is the last call, and is executed, too.
         method = ""
         while method != "close":
             method, arguments = self._queue.get()
@@ -137,7 +138,7 @@ class Trackers:
                 self._attempt(name, partial(getattr(tracker, method), *arguments))
 
     def _attempt(self, name: str, action: Callable[[], Any]) -> None:
-        """Call a tracker; remove it after any exception."""
+        """Call ``action``, which uses the tracker ``name``; disable the tracker after any exception."""
         try:
             action()
         except Exception as error:
@@ -146,12 +147,12 @@ class Trackers:
             self._say(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
 
     def _open(self, name: str) -> None:
-        """Open a tracker, and store the id of its run for a resumed job."""
+        """Open a tracker, and store the id of its run, which a resumed job needs."""
         if name == "tensorboard":
             self._trackers[name] = TensorBoard(self._folder)
             return
 
-        # The id is stored before the first step: a run that is killed early is continued, too.
+        # Store the id before the first step, so that a run that is killed early can be continued.
         ids_file = self._folder.path / "trackers.json"
         ids = self._read_ids(ids_file)
         resumed_id = ids.get(name) if self._resumed else None
@@ -160,10 +161,11 @@ class Trackers:
         self._trackers[name] = tracker
 
     def _open_prometheus(self, address: str) -> None:
+        """Open the Prometheus endpoint at ``address``, such as "127.0.0.1:9400"."""
         self._trackers["prometheus"] = Prometheus(address)
 
     def _read_ids(self, file: Path) -> dict[str, Any]:
-        """Return the trackers' ids of this run, empty if the file does not exist or is damaged."""
+        """Return tracker -> id of this run in it; {} if the file does not exist or is damaged."""
         if not file.is_file():
             return {}
         try:
@@ -177,7 +179,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files of TensorBoard, in one folder per phase."""
+    """Tracker that writes event files of TensorBoard, in one folder per phase."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder.tensorboard
@@ -185,7 +187,7 @@ class TensorBoard:
         _silence_writer_threads()
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; the events of an earlier run are renamed, not lost."""
+        """See `Tracker.begin`; a new run renames the events of an earlier one."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events = self._folder / phase
@@ -220,7 +222,7 @@ class TensorBoard:
 
 @lru_cache(maxsize=1)
 def _silence_writer_threads() -> None:
-    """Suppress the tracebacks of TensorBoard's writing threads, whose error the next write raises, too."""
+    """Suppress tracebacks of TensorBoard's writer threads: the next write raises the same error."""
     from tensorboard.summary.writer.event_file_writer import (
         _AsyncWriterThread,
     )
@@ -235,9 +237,9 @@ def _silence_writer_threads() -> None:
 
 
 class Client:
-    """Base of trackers with servers.
+    """Base class of trackers with servers.
 
-    ``id``: id of the tracker's run, ``resumed_id`` if the job continues one.
+    ``id``: id of the run in the tracker; ``resumed_id`` if a run is continued, otherwise a new one.
     ``name``: name of the run in the tracker.
     """
 
@@ -253,11 +255,11 @@ class Client:
         self.run_info = run_info
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; a resumed run logs its repeated steps a second time."""
+        """See `Tracker.begin`; after a resume, repeated steps are logged a second time."""
 
 
 class Wandb(Client):
-    """Weights & Biases; offline below ``wandb/``, for ``wandb sync``."""
+    """Tracker for Weights & Biases; offline it writes ``wandb/`` of the run folder, for ``wandb sync``."""
 
     def __init__(
         self,
@@ -266,7 +268,7 @@ class Wandb(Client):
         run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
-        # Clients are imported only if the settings name them: they are optional packages.
+        # Imported here because the clients are optional packages.
         import wandb
 
         super().__init__(config, folder, run_info, resumed_id)
@@ -281,11 +283,11 @@ class Wandb(Client):
             allow_val_change=True,
             mode="offline" if config.offline else None,
         )
-        # W&B's own step may only rise, which the steps of a resumed run do not.
+        # W&B's built-in step must increase, but a resumed run repeats steps: use a metric as the axis.
         self._run.define_metric("*", step_metric="step")
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; a stage has an axis of its own."""
+        """See `Tracker.begin`; each stage has a separate axis of steps."""
         if phase != "train":
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
@@ -308,7 +310,7 @@ class Wandb(Client):
 
 
 class Mlflow(Client):
-    """MLflow; offline in ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
+    """Tracker for MLflow; offline it writes ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
 
     def __init__(
         self,
@@ -317,7 +319,7 @@ class Mlflow(Client):
         run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
-        # The client reads the variable when it is imported.
+        # Before the import, when the client reads this variable.
         if config.offline:
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         from mlflow import MlflowClient
@@ -337,7 +339,7 @@ class Mlflow(Client):
         else:
             self._client.update_run(self.id, status="RUNNING")
 
-        # Tags can be searched in the tracker; the file also has the configuration.
+        # Tags can be searched; the configuration is only in the file.
         for key in ("versions", "hardware"):
             self._client.set_tag(self.id, key, json.dumps(self.run_info.get(key)))
         self._client.log_dict(self.id, dict(self.run_info), "about.json")
@@ -368,7 +370,7 @@ class Mlflow(Client):
 
 
 class Swanlab(Client):
-    """SwanLab; offline below ``swanlab/``, for ``swanlab sync``."""
+    """Tracker for SwanLab; offline it writes below ``swanlab/`` of the run folder, for ``swanlab sync``."""
 
     def __init__(
         self,
@@ -379,7 +381,7 @@ class Swanlab(Client):
     ) -> None:
         import swanlab
 
-        # SwanLab has one run per process, which the module's functions use.
+        # SwanLab's functions use the single run of the process.
         super().__init__(config, folder, run_info, resumed_id)
         self._swanlab = swanlab
         swanlab.init(
@@ -412,10 +414,11 @@ CLIENTS: Mapping[str, Callable[..., Any]] = {
     "mlflow": Mlflow,
     "swanlab": Swanlab,
 }
+"""Name in `logging.trackers` -> class of the tracker, for trackers with servers."""
 
 
 class Prometheus:
-    """Prometheus endpoint with the newest value of every metric, labelled by the metric's name."""
+    """Tracker that serves the newest value of every metric to Prometheus, labelled with the metric's name."""
 
     def __init__(self, address: str) -> None:
         from prometheus_client import (
@@ -424,7 +427,7 @@ class Prometheus:
             start_http_server,
         )
 
-        # A registry of its own, without the metrics of the Python process.
+        # A separate registry, without the default metrics of the Python process.
         registry = CollectorRegistry()
         self._values = Gauge(
             "megatron_rl",
@@ -447,7 +450,7 @@ class Prometheus:
             self._values.labels(name).set(value)
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`; Prometheus stores numbers only."""
+        """Ignore samples: Prometheus stores numbers only."""
 
     def close(self) -> None:
         """See `Tracker.close`."""
@@ -467,20 +470,20 @@ def host() -> dict[str, Any]:
 
 
 def _rows(columns: Columns) -> list[list[Any]]:
-    """Return a table by rows."""
+    """Return the rows of a table."""
     return [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def _cell(value: Any) -> Any:
-    """Return a value that every tracker can store in a table; values other than plain ones become JSON."""
+    """Return a number or text unchanged and any other value as JSON, since not all trackers can store it."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
 
 
 def _renumber_if_clock_went_back(events: Path) -> None:
     """Rename event files if a new one would not sort after them.
 
-    TensorBoard reads the files in the order of their names, which begin with the time. Clocks can be set
-    back, and two starts can fall into one second.
+    TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
+    set back, and two runs can start in the same second.
     """
     files = sorted(events.glob(_EVENTS + "*"))
     if not files or files[-1].name < f"{_EVENTS}{int(time.time()):010d}":

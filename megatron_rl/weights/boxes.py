@@ -1,7 +1,7 @@
 """Boxes of named tensors: intersect the boxes that ranks hold with the boxes that ranks need.
 
-Pure integer arithmetic. Ranks with equal boxes are one group, so that a job of many replicas costs no more
-than a job of one.
+Pure integer arithmetic. Ranks with equal boxes form one group, so that planning for many replicas takes no
+longer than for one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Region(NamedTuple):
     """
 
     name: str
-    """The tensor."""
+    """Name of the tensor."""
     start: Coordinates
     """First coordinates of the box, in elements."""
     size: Coordinates
@@ -87,18 +87,18 @@ class _Overlap(NamedTuple):
     start: Coordinates
     """First coordinates of the intersection, in elements."""
     size: Coordinates
-    """Its size, in elements."""
+    """Size of the intersection, in elements."""
     holders: Ranks
     """Ranks that hold the source box."""
     receivers: Ranks
     """Ranks that need the destination box."""
 
 
-def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
+def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
     """Return the regions that cover every destination box exactly once.
 
-    Tensors are in the order of the destinations, regions of a tensor by start. Equal holders, and equal
-    receivers, are one object. Raises UncoveredError if no source holds an element of a destination box.
+    Tensors are in the order of the destinations, the regions of a tensor are sorted by start. Equal tuples of
+    ranks are the same object. Raises UncoveredError if no source holds an element of a destination box.
     """
     rank_sets = _RankSets()
     source_boxes = _boxes_by_tensor(sources, rank_sets)
@@ -137,7 +137,7 @@ def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> li
 
 
 def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return by rank the bytes of the distinct tensor elements that it needs."""
+    """Return the bytes that each rank needs, counting elements in several of its storages once."""
     rank_sets = _RankSets()
     dtypes = _dtypes_by_tensor(destinations)
 
@@ -163,12 +163,12 @@ class _RankSets:
         self._unions: dict[Ranks, Ranks] = {}
 
     def intern(self, ranks: Iterable[int]) -> Ranks:
-        """Return the one tuple of these ranks."""
+        """Return the interned tuple of these ranks, sorted and without duplicates."""
         unique_ranks = tuple(sorted(set(ranks)))
         return self._interned.setdefault(unique_ranks, unique_ranks)
 
     def union(self, sets: Sequence[Ranks]) -> Ranks:
-        """Return the one tuple of all ranks of interned tuples."""
+        """Return the interned tuple of all ranks in the given interned tuples."""
         if len(sets) == 1:
             return sets[0]
 
@@ -189,7 +189,7 @@ def _boxes_by_tensor(
     groups: Sequence[BoxGroup],
     rank_sets: _RankSets,
 ) -> dict[str, dict[Span, Ranks]]:
-    """Return for each tensor its distinct boxes, sorted, with all ranks that have them."""
+    """Return the distinct boxes of each tensor, sorted, each with all ranks that have it."""
     rank_sets_by_tensor: dict[str, dict[Span, list[Ranks]]] = {}
     for group in groups:
         group_ranks = rank_sets.intern(group.ranks)
@@ -208,7 +208,7 @@ def _boxes_by_tensor(
 
 
 def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in the storages of the last group that has it."""
+    """Return the dtype of each tensor; if several groups have the tensor, that of the last group."""
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
         for box in group.boxes:
@@ -253,7 +253,7 @@ def _intersect_boxes(
 
 
 def intersect(first: Span, second: Span) -> Span | None:
-    """Return the intersection of two boxes, None if it is empty."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = []
     size = []
 
@@ -359,7 +359,7 @@ class BoxIndex:
             if intersect((box.start, box.size), span) != span:
                 continue
 
-            # The strides stay; only the first element moves.
+            # The region has the strides of the box, and only another first element.
             offset = box.offset
             dims = zip(region.start, box.start, box.stride, strict=True)
             for inner, outer, stride in dims:
@@ -375,11 +375,11 @@ class BoxIndex:
 
 
 def boxes_of_experts(boxes: Iterable[TensorBox], interleaved: bool = True) -> list[TensorBox]:
-    """Return boxes of stored tensors with all experts of a layer as boxes of one tensor per expert.
+    """Replace boxes of tensors that store all experts of a layer by boxes of one tensor per expert.
 
-    A stored matrix is [experts, in, out], a bias [experts, out]: with the outputs of gate and up in turn if
-    ``interleaved``, otherwise with those of gate first, and then a box has all outputs (see
-    `shapes.fused_experts`). Boxes of other tensors are returned as they are.
+    A stored matrix is [experts, in, out], a stored bias [experts, out]. If ``interleaved``, gate and up
+    alternate along the outputs; otherwise all outputs of the gate come first, and each box must contain all
+    outputs (see `shapes.fused_experts`). Boxes of other tensors are returned unchanged.
     """
     result: list[TensorBox] = []
     for box in boxes:
@@ -398,8 +398,9 @@ def _box_of_expert(
     name: str,
     location: TensorLocation,
 ) -> Iterator[TensorBox]:
-    """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is one."""
-    # Outputs of the expert's tensor, of which the box has those from its first one on.
+    """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is any."""
+    # Outputs of the expert's tensor, as indices in the stored tensor, up to the end of the box. The first
+    # ones may be before the start of the box.
     outputs = range(location.begin, box.start[-1] + box.size[-1], location.step)
     if location.step == 1:
         outputs = range(location.begin, location.end)
@@ -435,8 +436,9 @@ def check_coverage(
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Check that each parameter's elements are written exactly once; return the gaps in padding by parameter.
 
-    ``padding`` maps a parameter to the element of its flattened storage from which gaps are allowed. A gap is
-    (first element, end). Raises CoverageError that names every parameter with another gap or a double write.
+    ``padding`` maps a parameter to the first element of its flattened storage that is padding. A gap is
+    (first element, end). Raises CoverageError with every parameter that has a gap before its padding, or
+    elements that are written twice.
     """
     boxes_by_storage: dict[str, list[TensorBox]] = {}
     for box in boxes:
@@ -446,9 +448,9 @@ def check_coverage(
     padding_gaps: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, parameter in parameters.items():
         numel = parameter.numel()
-        gaps, num_doubles = _find_gaps(boxes_by_storage.get(name, []), numel)
-        if num_doubles:
-            errors.append(f"{name}: {num_doubles} elements are written more than once")
+        gaps, num_overlaps = _find_gaps(boxes_by_storage.get(name, []), numel)
+        if num_overlaps:
+            errors.append(f"{name}: {num_overlaps} elements are written more than once")
 
         # Gaps in padding are valid: no checkpoint has values for it.
         data_end = padding.get(name, numel)
@@ -469,7 +471,7 @@ def _find_gaps(
     boxes: Sequence[TensorBox],
     count: int,
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return the gaps of [0, count) between all boxes, and the number of elements in several boxes."""
+    """Return the gaps of [0, count) that no box covers, and the number of elements written more than once."""
     starts_by_box: list[numpy.ndarray] = []
     ends_by_box: list[numpy.ndarray] = []
     for box in boxes:
@@ -489,13 +491,13 @@ def _find_gaps(
     latest_ends = numpy.maximum.accumulate(ends)
     previous_ends = numpy.concatenate([[0], latest_ends[:-1]])
     distance = starts - previous_ends
-    num_doubles = -distance[distance < 0].sum()
+    num_overlaps = -distance[distance < 0].sum()
 
     is_gap = distance > 0
     gap_starts = previous_ends[is_gap].tolist()
     gap_ends = starts[is_gap].tolist()
     gaps = list(zip(gap_starts, gap_ends, strict=True))
-    return gaps, int(num_doubles)
+    return gaps, int(num_overlaps)
 
 
 def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:

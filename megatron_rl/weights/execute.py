@@ -1,7 +1,7 @@
 """Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights.
 
-The idea: everything that does not depend on values is done once, by the constructor of `Execution` (views,
-messages, weights of checksums). A sync then only copies, communicates and sums.
+The idea: everything that does not depend on the weights' values is done once, by the constructor of
+`Execution`: views, messages and the factors of checksums. A sync then only copies, communicates and sums.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
 from megatron_rl.weights.boxes import Region, view_of
-from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule
+from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule_phases
 from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Views
 
 SAMPLE = 8
@@ -24,7 +24,7 @@ SAMPLE = 8
 VERIFY = ("full", "sampled", "off")
 """Values of `weight_sync.verify`."""
 LISTED_FAULTS = 10
-"""Differing regions that an error lists."""
+"""Largest number of differing regions that an error lists."""
 
 
 class WeightMismatchError(RuntimeError):
@@ -37,9 +37,9 @@ class _Term(NamedTuple):
     region: int
     """Index of the region."""
     is_reference: bool
-    """Whether the checksum is the holder's, which every receiver's must equal."""
+    """Whether this is the checksum of the holder, which the checksum of every receiver must equal."""
     weight: int
-    """Factor of the checksum in the sum; the weights of one region add up to 0."""
+    """Factor of the checksum in the sum; the factors of one region add up to 0 over all ranks."""
     checksum: BoxSum
     """Checksum of the region in this rank's storage."""
 
@@ -48,8 +48,8 @@ class Execution:
     """Views of every region that this rank sends, receives and copies; valid while the storages live.
 
     ``sources``, ``destinations``: live storages of this rank by name.
-    ``staging_bytes``: bound of the in and out staging memory together.
-    ``group``: process group, None for the world; ranks of the plan are global.
+    ``staging_bytes``: bound of all send and receive buffers together.
+    ``group``: process group, or None for the world; ranks of the plan are global.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Execution:
             targets = self._destination_views(region)
             self._local_copies.append((targets, self._source_view(region)))
 
-        phases = schedule(plan, staging_bytes)
+        phases = schedule_phases(plan, staging_bytes)
         self._exchanges = self._build_exchanges(phases, sends, receives)
 
         # Verification numbers the regions in the order of the plan, which is equal on all ranks.
@@ -125,7 +125,7 @@ class Execution:
 
     @property
     def staging_peak(self) -> int:
-        """Return the largest number of staging bytes of the last run, in and out together."""
+        """Return the peak size in bytes of all send and receive buffers together, in the last run."""
         return max((exchange.staging_peak for exchange in self._exchanges), default=0)
 
     def _build_exchanges(
@@ -169,12 +169,12 @@ class Execution:
     def verify(self, mode: str, sync_index: int) -> int:
         """Compare checksums of holders and receivers, and return the number of compared regions.
 
-        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE`-th one, from another
-        first region in each sync. ``sync_index`` is the number of earlier syncs.
+        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE`-th one, starting one
+        region later in each sync. ``sync_index`` is the number of earlier syncs.
 
         For each region one holder adds its checksum as often as all receivers together subtract theirs, so
-        the sum over all ranks is 0 if they are equal. Raises WeightMismatchError on all ranks alike.
-        Collective over the group.
+        the sum over all ranks is 0 if they are equal. Raises WeightMismatchError on every rank of the group
+        if any region differs. Collective over the group.
         """
         if mode == "off":
             return 0
@@ -193,14 +193,15 @@ class Execution:
             checksums = torch.stack(device_checksums).cpu()
         balances = _balances(terms, checksums, regions)
 
-        # A single number crosses ranks while all regions agree: gloo takes several times as long for a
-        # vector. Odd factors show any single region that differs; several cancel with probability 2**-64.
+        # Reduce a single number, as all regions usually agree: gloo takes several times as long for a
+        # vector. With odd factors a single differing region always changes the sum; the differences of
+        # several regions cancel with probability 2**-64.
         factors = _mix(0, len(regions), balances.device)
         folded = (balances * factors).sum()[None]
         if not sum_over_ranks(folded, self._group).item():
             return len(regions)
 
-        # The folded sum is equal on all ranks, so all of them come here together.
+        # The folded sum is equal on all ranks, so either all of them enter this collective or none does.
         sum_over_ranks(balances, self._group)
         unbalanced = balances.nonzero()[:, 0].tolist()
         differing = {regions[index] for index in unbalanced}
@@ -228,7 +229,7 @@ class Execution:
         *,
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
-        """Return this rank's checksums of ``regions``: either the reference ones, or those as a receiver."""
+        """Return this rank's checksums of ``regions``, as holder if ``is_reference``, else as receiver."""
         # Without verification `_terms` are never built: they compile a checksum per region.
         if not regions:
             return []
@@ -241,9 +242,10 @@ class Execution:
 
     @cached_property
     def _terms(self) -> Sequence[_Term]:
-        """Terms of this rank in the sum of every region, as the reference holder and as a receiver.
+        """Terms that this rank contributes to the sum of each region, as reference holder and as receiver.
 
-        Receiver n, from 1 on, subtracts its checksum n times, so that equal faults of several do not cancel.
+        The n-th receiver of a region, counted from 1, subtracts its checksum n times, so that errors of equal
+        size on two receivers do not cancel.
         """
         terms: list[_Term] = []
         for index, region in enumerate(self._regions):
@@ -272,11 +274,14 @@ class Execution:
         index: int,
         region: Region,
     ) -> list[_Term]:
-        """Return a receiver's terms, one per storage, whose weights add up to minus its number."""
+        """Return a receiver's terms, one per storage of the region on this rank.
+
+        Their weights add up to -n on the region's n-th receiver, counted from 1.
+        """
         views = self._destination_views(region)
         first, *copies = [BoxSum(view, region.start, region.dtype) for view in views]
 
-        # Add further copies on one receiver once; subtract the first one more time for each of them.
+        # Each copy in a further storage is added once, and the first is subtracted once more for it.
         number = region.receivers.index(self._rank) + 1
         terms = [_Term(index, False, -number - len(copies), first)]
         for copy in copies:
@@ -344,7 +349,7 @@ def _balances(
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:
-    """Return a key that changes when compiled views are no longer views of these storages.
+    """Return a key that changes if a storage is replaced, so that compiled views of it are stale.
 
     A storage whose memory is released and allocated again elsewhere keeps its key, and its views stay valid.
     """
@@ -364,9 +369,13 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 # or columns all change it. Integers wrap, so the order of summation does not matter.
 
 _CHUNK_WORDS = 2**18
-"""Words per step on a device with integer matrix products; their products take 1 MiB."""
+"""Number of 4-byte words of a tensor that are summed at a time on hosts, which have integer matrix products.
+
+The copy of such a chunk takes 1 MiB."""
 _WIDE_CHUNK_WORDS = 2**24
-"""Words per step elsewhere: on accelerators, where small kernels are slow to launch. Products take 64 MiB."""
+"""Number of words summed at a time on accelerators, where small kernels are slow to launch.
+
+The products of words and weights take 64 MiB."""
 # The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned ones.
 _SPLITMIX_INCREMENT = -7046029254386353131
 _SPLITMIX_ROUNDS = (
@@ -382,11 +391,11 @@ class BoxSum:
 
     ``values``: view of the box, of any strides.
     ``start``: first coordinates of the box in its tensor.
-    ``dtype``: dtype that the values are converted to first, a part at a time.
+    ``dtype``: dtype to which the values are converted before they are summed, chunk by chunk.
 
     Any single changed element changes the checksum; several changes cancel with probability 2**-32. The
-    checksums of the parts of a box add up to its own, modulo 2**32, if columns are cut between words of 4
-    bytes.
+    checksums of the parts of a box add up to the checksum of the box, modulo 2**32, if columns are cut
+    between words of 4 bytes.
     """
 
     def __init__(
@@ -464,7 +473,7 @@ def _elements_per_word(
     count: int,
     itemsize: int,
 ) -> int:
-    """Return the elements of a row in a word of 4 bytes, 1 if rows begin or end inside a word."""
+    """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word."""
     elements = max(1, 4 // itemsize)
     if start % elements or count % elements:
         return 1
@@ -486,23 +495,23 @@ def _is_viewable_as_words(values: Tensor, elements_per_word: int) -> bool:
 
 
 def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
-    """Return the raw bits as int32 words: two per 8-byte element, else one per ``elements_per_word``."""
+    """Return the bits as int32 words: two per 8-byte element, else one per ``elements_per_word`` elements."""
     itemsize = values.element_size()
     if itemsize == 4:
         return values.view(torch.int32)
     if itemsize == 8 or elements_per_word > 1:
         return values.contiguous().view(torch.int32)
 
-    # A narrow element that is a word of its own is widened.
+    # Each narrow element becomes one word.
     if itemsize == 2:
         return values.view(torch.int16).to(torch.int32)
     return values.view(torch.int8).to(torch.int32)
 
 
 @lru_cache(maxsize=4)
-def _has_integer_product(kind: str) -> bool:
-    """Return whether a kind of device has integer matrix products, which are faster than weighted sums."""
-    matrix = torch.ones(1, 1, dtype=torch.int32, device=kind)
+def _has_integer_product(device_type: str) -> bool:
+    """Return whether a device type has integer matrix products, which are faster than weighted sums."""
+    matrix = torch.ones(1, 1, dtype=torch.int32, device=device_type)
     try:
         product = torch.mm(matrix, matrix)
         return bool(torch.dot(product[0], matrix[0]).item())
@@ -518,7 +527,7 @@ def _column_weights(
     itemsize: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the weights of a row's words, [words] int32."""
+    """Return the factors of a row's words in the checksum, [words] int32."""
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = max(1, itemsize // 4)
     first_word = start * words_per_element // elements_per_word
@@ -531,7 +540,10 @@ def _matrices(
     start: Sequence[int],
     weight: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the [rows, columns] matrices of a box with an odd weight per row, from all its coordinates."""
+    """Yield the [rows, columns] matrices of a box, each with odd factors [rows] of its rows.
+
+    The factors depend on all coordinates of a row. ``weight`` is the factor of the outer dimensions.
+    """
     dim = len(start) - values.dim()
 
     # The dimension is part of the position, so that equal coordinates in two dimensions differ.

@@ -1,7 +1,7 @@
 """Reshard plan: choose a sender for every region that a rank needs, with the least traffic.
 
-Pure: integers in, integers out. Every rank computes the same plan from the same layouts, so that no rank has
-to distribute it.
+Only integer arithmetic. Every rank computes the same plan from the same layouts, so no rank has to send it to
+the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
+from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, compute_regions, needed_bytes
 from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
 from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, slot_bytes
 
@@ -22,15 +22,18 @@ Pair = tuple[int, int]
 """Global ranks of a sender and a receiver."""
 
 MAX_MESSAGES = 1000
-"""Messages that a rank should at most send, or receive, in one transfer: each costs a launch and a wait."""
+"""Largest number of messages that a rank should send, or receive, in one transfer.
+
+Each message costs a launch and a wait."""
 
 
 @dataclass(frozen=True)
 class Bundle:
     """Regions with the same holders and receivers, which are sent together.
 
-    Example: rank 4 receives 64 bytes from rank 0, and rank 2 copies its own, by
-    ``Bundle(regions, senders={4: 0, 2: 2}, bytes=64)``.
+    Example: ranks 2 and 4 need 64 bytes, which rank 4 receives from rank 0 and rank 2 copies locally::
+
+        Bundle(regions, senders={4: 0, 2: 2}, bytes=64)
     """
 
     regions: tuple[Region, ...]
@@ -38,7 +41,7 @@ class Bundle:
     senders: Mapping[int, int]
     """Receiver -> its sender; a receiver that is its own sender copies locally."""
     bytes: int
-    """Bytes of all regions, once."""
+    """Bytes of all regions, counted once for all receivers."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,13 @@ class ReshardPlan:
     local: Mapping[int, int]
     """Bytes copied inside a rank, by rank."""
     needed: Mapping[int, int]
-    """Bytes that a rank needs from anywhere, by rank."""
+    """Bytes that a rank needs, received or copied locally, by rank."""
     pairs: Mapping[Pair, int] = field(repr=False)
     """Bytes over the wire by (sender, receiver)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return every rank that holds or needs weights, sorted."""
+        """Return all ranks that hold or need weights, sorted."""
         ranks: set[int] = set()
         for group in (*self.sources, *self.destinations):
             ranks.update(group.ranks)
@@ -76,7 +79,7 @@ class ReshardPlan:
 
     @cached_property
     def peers(self) -> dict[int, int]:
-        """Return the number of other ranks that each rank exchanges messages with; each is a connection."""
+        """Return the number of peers, and so of connections, of each rank that exchanges messages."""
         peers: dict[int, set[int]] = defaultdict(set)
         for sender, receiver in self.pairs:
             peers[sender].add(receiver)
@@ -95,7 +98,7 @@ class ReshardPlan:
         return intra_node, inter_node
 
     def to_send(self, rank: int) -> dict[int, list[Region]]:
-        """Return by receiver the regions that a rank sends, in the order that both sides use."""
+        """Return the regions that a rank sends, by receiver, in the order in which both sides pack them."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             for receiver, sender in bundle.senders.items():
@@ -104,7 +107,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return by sender the regions that a rank receives; its own rank has the local copies."""
+        """Return the regions that a rank receives, by sender; it copies regions of sender ``rank`` itself."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)
@@ -113,7 +116,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
-        """Return an index of the boxes that a rank needs if ``destination``, else of its sources."""
+        """Return an index of a rank's destination boxes if ``destination``, else of its source boxes."""
         groups = self.sources
         if destination:
             groups = self.destinations
@@ -148,9 +151,9 @@ class Schedule:
     slot: int
     """Bytes of the largest message."""
     streams: int
-    """Most pairs that one rank belongs to in one phase."""
+    """Largest number of pairs that one rank belongs to in one phase."""
     own_message_bytes: int
-    """Bytes from which a region has messages of its own; smaller ones are packed."""
+    """Size in bytes from which a region has separate messages; smaller regions share messages."""
     messages: Mapping[Pair, int] = field(repr=False)
     """Number of messages by (sender, receiver)."""
 
@@ -172,16 +175,16 @@ class Schedule:
         return max(message_counts, default=0)
 
 
-def schedule(
+def schedule_phases(
     plan: ReshardPlan,
     staging_bytes: int,
     message_bytes: int = 4 * 2**20,
 ) -> Schedule:
     """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
 
-    As many pairs share a phase as messages of ``message_bytes`` allow, and large regions travel without
-    staging. If a rank then has more than `MAX_MESSAGES`, more regions are packed, then phases are narrower,
-    until it has not, or messages are as large as the staging memory allows.
+    At first as many pairs share a phase as have room for messages of ``message_bytes``, and large regions are
+    sent without staging. While a rank has more than `MAX_MESSAGES` messages, larger regions are packed
+    together, and after that fewer pairs share a phase, which makes messages larger.
     """
     rounds = _rounds(plan.pairs)
     sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
@@ -233,17 +236,17 @@ def _divide(
 
 
 def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
-    """Return a round for each pair, such that a rank sends to one other in a round, and receives from one.
+    """Return a round for each pair: in one round a rank sends to at most one rank and receives from one.
 
-    This colours the edges of a bipartite graph. Large pairs choose first, so that the pairs of a round are
-    of similar size and no rank waits long for its partner.
+    This colours the edges of a bipartite graph. Pairs with the most bytes come first, so that the pairs of a
+    round are of similar size and no rank waits long for its partner.
     """
     # Bit n of a rank's mask: it already sends, or receives, in round n.
     send_masks: dict[int, int] = defaultdict(int)
     receive_masks: dict[int, int] = defaultdict(int)
     result: dict[Pair, int] = {}
 
-    # Ties by rank: every rank must compute the same rounds.
+    # Break ties by rank: every rank must compute the same rounds.
     largest_first = sorted(pairs, key=lambda pair: (-pairs[pair], pair))
     for sender, receiver in largest_first:
         occupied = send_masks[sender] | receive_masks[receiver]
@@ -270,14 +273,14 @@ def _count_messages(
     slot: int,
     own_message_bytes: int,
 ) -> dict[Pair, int]:
-    """Return the number of messages of each pair, as `transfer` divides its regions.
+    """Return the number of messages into which `transfer` divides the regions of each pair.
 
     ``sizes`` counts the regions of each bundle by their bytes.
     """
     own_messages: Counter[Pair] = Counter()
     packed_bytes: Counter[Pair] = Counter()
     for bundle, regions_by_size in zip(plan.bundles, sizes, strict=True):
-        # A large region has messages of its own, small ones share messages.
+        # A large region has separate messages, small ones share messages.
         num_messages = 0
         num_packed_bytes = 0
         for size, count in regions_by_size.items():
@@ -303,7 +306,7 @@ def _ceil_div(dividend: int, divisor: int) -> int:
 
 
 class PlanError(RuntimeError):
-    """Error for a plan that `check_plan` rejects: a fault of the planner."""
+    """Error for a plan that `check_plan` rejects, which is a bug of the planner."""
 
 
 def build_plan(
@@ -314,12 +317,11 @@ def build_plan(
     """Plan the transfer from the ranks that hold weights to the ranks that need them.
 
     A receiver that holds a region copies it locally. Otherwise a holder on its node (``node_of``: rank to
-    node) sends it if there is any, else one that `choose_senders` finds.
+    node) sends it if there is any, else a holder that `choose_senders` selects.
 
-    Raises UncoveredError if no rank holds a needed region, PlanError if a rank would receive more than it
-    needs and lacks.
+    Raises UncoveredError if no rank holds a needed region, and PlanError if `check_plan` rejects the result.
     """
-    groups = _group_by_ranks(regions(sources, destinations))
+    groups = _group_by_ranks(compute_regions(sources, destinations))
     region_groups = []
     for group in groups:
         first = group[0]
@@ -394,12 +396,12 @@ def _total_bytes(group: Sequence[Region]) -> int:
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     """Group regions with equal holders and receivers; groups with the fewest holders come first.
 
-    Their senders cannot be chosen freely, so the others balance the load after them. Of equally many holders,
-    large groups come first: small ones then follow the connections that large ones need.
+    These groups have the least choice of senders, so later groups balance the load after them. Among groups
+    with equally many holders the largest come first: smaller ones can then reuse their connections.
     """
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
-        # Equal tuples of ranks are one object: see `regions`.
+        # Equal tuples of ranks are one object: see `compute_regions`.
         key = (id(region.holders), id(region.receivers))
         groups.setdefault(key, []).append(region)
 
@@ -424,7 +426,7 @@ def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bund
         sender_starts[receiver] = {}
         for sender, num_bytes in receiver_shares:
             index = _nearest_boundary(ends, offset)
-            # A later sender at the same boundary replaces the one before, whose part rounds to no region.
+            # A later sender at the same boundary replaces the previous one, whose part rounds to no region.
             if index < len(group):
                 sender_starts[receiver][index] = sender
             offset += num_bytes
@@ -448,14 +450,14 @@ def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bund
 
 
 def _nearest_boundary(ends: Sequence[int], offset: int) -> int:
-    """Return the number of regions before the boundary that is nearest to a byte.
+    """Return the number of regions before the region boundary that is nearest to a byte offset.
 
     ``ends``: byte at which each region ends, ascending. ``offset``: a byte before the last end.
     """
     if offset == 0:
         return 0
 
-    # The region with this byte ends at or after it; the one before ends before it.
+    # The region with this byte ends at or after it; the previous region ends before it.
     index = bisect.bisect_left(ends, offset)
     begin = 0
     if index:

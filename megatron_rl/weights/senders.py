@@ -1,7 +1,7 @@
 """Choice of senders: which holder sends a group of regions to which receiver.
 
-Every rank computes the same choice. Holders share the bytes evenly, and a receiver takes all that it can from
-holders that it exchanges messages with anyway, since each further peer costs a connection and messages.
+Every rank computes the same choice. Holders share the bytes evenly, and a receiver prefers holders with which
+it exchanges messages anyway, since each further peer costs a connection and messages.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MIN_PART_BYTES = 2**20
-"""Fewest bytes for which a receiver gets one more sender: smaller parts would be messages without a gain."""
+"""Smallest part, in bytes, for which a receiver gets one more sender: a smaller message saves no time."""
 SLACK = 0.02
 """Share of the busiest sender's bytes that a holder may send beyond its even share, to save peers."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Receivers of a group of regions that choose between the same holders.
+    """Receivers of one group of regions, to which the same holders may send it.
 
     Example: ranks 4 and 6 each lack the same 100 bytes, which ranks 0 and 2 of their host hold::
 
@@ -32,7 +32,7 @@ class Demand:
     receivers: tuple[int, ...]
     """Global ranks, sorted; none of them holds the regions."""
     holders: tuple[int, ...]
-    """Global ranks to choose from, sorted."""
+    """Global ranks of the possible senders, sorted."""
     bytes: int
     """Bytes that each receiver needs."""
 
@@ -48,7 +48,7 @@ class RegionGroup(NamedTuple):
     receivers: Sequence[int]
     """Global ranks that need the regions, sorted; some may be holders."""
     bytes: int
-    """Bytes of the regions, once."""
+    """Bytes of the regions, counted once for all receivers."""
 
 
 class Share(NamedTuple):
@@ -58,7 +58,7 @@ class Share(NamedTuple):
     """
 
     sender: int
-    """Global rank; the receiver itself copies locally."""
+    """Global rank of the sender; equal to the receiver's for a local copy."""
     bytes: int
     """Bytes to send."""
 
@@ -66,7 +66,7 @@ class Share(NamedTuple):
 SharesByReceiver = dict[int, list[Share]]
 """Receiver -> its senders, whose bytes add up to the group's."""
 Budgets = dict[tuple[int, ...], dict[int, float]]
-"""Set of holders -> holder -> bytes that it should still send of the regions that this set holds."""
+"""Set of holders -> holder -> bytes that it should still send, of the regions with this set of holders."""
 
 
 def choose_senders(
@@ -75,11 +75,12 @@ def choose_senders(
 ) -> list[SharesByReceiver]:
     """Return for each group the senders of each receiver, with the bytes of each sender.
 
-    ``groups`` are in order of decreasing constraint: the first ones have the fewest holders to choose from.
-    ``nodes``: node by rank; equal, or absent, nodes count as near.
+    ``groups`` with the fewest holders must come first. ``nodes``: node by rank; ranks of one node count as
+    near, and so do all ranks without an entry.
 
-    A receiver that holds the regions is its own sender. Otherwise holders on its node send, if there are
-    any; then its present peers, then ranks with its local rank, on the same rail of the network.
+    A receiver that holds the regions is its own sender. Otherwise only holders on its node send, if there are
+    any. Among these, ranks that are already its peers are preferred, then ranks with its local rank, which
+    are on the same rail of the network.
     """
     result: list[SharesByReceiver] = []
     demands: list[Demand] = []
@@ -98,7 +99,7 @@ def choose_senders(
             demand = Demand(index, receivers, holders, group.bytes)
             demands.append(demand)
 
-    # All loads are needed before the first choice: what is even depends on every demand.
+    # Compute all budgets before the first choice: an even load depends on every demand.
     assignment = _Assignment(_even_budgets(demands), _local_ranks(nodes))
     for demand in demands:
         result[demand.group].update(assignment.assign(demand))
@@ -148,7 +149,7 @@ def _local_ranks(nodes: Mapping[int, int]) -> dict[int, int]:
 def _even_budgets(demands: Sequence[Demand]) -> Budgets:
     """Return for each set of holders the bytes that each holder should send, so that loads are even.
 
-    The demands of equal holders share one budget: any receiver may take any holder's part of it.
+    Demands with the same holders share one budget, which any of their receivers may use.
     """
     total_bytes: Counter[tuple[int, ...]] = Counter()
     for demand in demands:
@@ -171,11 +172,11 @@ def _even_budgets(demands: Sequence[Demand]) -> Budgets:
 def _fill_level(loads: Sequence[float], total: float) -> float:
     """Return the common level up to which ``total`` fills the lowest loads, like water in a vessel."""
     ascending = sorted(loads)
-    filled = 0.0
+    load_sum = 0.0
     level = 0.0
     for count, load in enumerate(ascending, start=1):
-        filled += load
-        level = (total + filled) / count
+        load_sum += load
+        level = (total + load_sum) / count
 
         # The water does not reach the next load.
         if count < len(ascending) and level <= ascending[count]:
@@ -184,7 +185,7 @@ def _fill_level(loads: Sequence[float], total: float) -> float:
 
 
 class _Assignment:
-    """Senders chosen so far: the peers of each rank, and the budgets of holders."""
+    """State of the choice of senders: the peers of each rank, and the remaining budgets of holders."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Assignment:
 
         self._budgets = budgets
         self._local_ranks = local_ranks
-        # A transfer lasts as long as its busiest sender, so slack is measured against that one.
+        # A transfer lasts as long as its busiest sender, so slack is a share of that sender's bytes.
         self._slack_bytes = SLACK * max(loads.values(), default=0.0)
         # Bytes that each holder sends beyond its budgets.
         self._excess: dict[int, float] = defaultdict(float)
@@ -214,11 +215,12 @@ class _Assignment:
         return result
 
     def _ordered_receivers(self, demand: Demand) -> Sequence[int]:
-        """Return the receivers in the order in which they choose."""
+        """Return the receivers in the order in which their senders are chosen."""
         if len(demand.holders) == 1:
             return demand.receivers
 
-        # A receiver with few peers among the holders chooses before one without any, which may take all.
+        # Receivers with few peers among the holders come first. Receivers without such peers come last, since
+        # all holders are equally good for them.
         holder_set = set(demand.holders)
         peer_counts: dict[int, float] = {}
         for rank in demand.receivers:
@@ -246,7 +248,7 @@ class _Assignment:
         receiver: int,
         demand: Demand,
     ) -> list[Share]:
-        """Return one holder with room for all bytes of a receiver, else the fewest that have enough room."""
+        """Return one receiver's shares: all bytes from one holder with room for all, or from few holders."""
         if len(demand.holders) == 1:
             return [Share(demand.holders[0], demand.bytes)]
 
@@ -273,7 +275,7 @@ class _Assignment:
             sender = min(demand.holders, key=preference)
             return [Share(sender, demand.bytes)]
 
-        # The first sender takes the rest: rounded bytes, and budgets that are too small for a part.
+        # The first sender also sends the remaining bytes: rounding errors, and budgets too small for a part.
         first = shares[0]
         shares[0] = Share(first.sender, first.bytes + remaining)
         return shares
@@ -283,8 +285,8 @@ class _Assignment:
         demand: Demand,
         peers: set[int],
     ) -> tuple[list[Share], int]:
-        """Divide a receiver's bytes over several holders; return their shares and the bytes without one."""
-        # Present peers first, then the largest budgets, so that there are few parts.
+        """Divide a receiver's bytes over several holders; return their shares and the bytes in no share."""
+        # Current peers first, then the largest budgets, so that there are few parts.
         budget = self._budgets[demand.holders]
         holders = sorted(
             demand.holders,

@@ -30,7 +30,7 @@ class _Frame:
     """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d]."""
 
     name: str
-    """The source tensor."""
+    """Name of the source tensor."""
     start: tuple[int, ...]
     """First coordinates of the box in the source tensor."""
     size: tuple[int, ...]
@@ -99,11 +99,11 @@ class CopyRecorder(TorchDispatchMode):
 
         self.boxes: list[TensorBox] = []
         self.zeroed: set[str] = set()
-        """Destinations that the loader fills with a source after it has set that to zero."""
+        """Destinations into which the loader copies a source tensor that it has set to zero before."""
         self._zeros: set[int] = set()
 
     def add_source(self, name: str, tensor: Tensor) -> None:
-        """Add a source tensor with a storage of its own."""
+        """Add a source tensor, which must not share its storage with another source."""
         self._alive.append(tensor)
         self._frames[_storage(tensor)] = _frame_of(name, tensor)
 
@@ -129,9 +129,10 @@ class CopyRecorder(TorchDispatchMode):
         return result
 
     def _zero(self, source: Tensor) -> Tensor:
-        """Record that the loader sets a complete source to zero, as one that other ranks add.
+        """Record that the loader sets a complete source tensor to zero.
 
-        Raises TraceError for a part of one.
+        vLLM does so with a bias that is added on one tensor-parallel rank only. Raises TraceError if only a
+        part of the tensor is set to zero.
         """
         frame = self._frames[_storage(source)]
         if source.numel() != math.prod(frame.size):
@@ -145,7 +146,7 @@ class CopyRecorder(TorchDispatchMode):
         source: Tensor,
         execute: Callable[[], Any],
     ) -> Any:
-        """Record a copy into a destination, else execute it; returns the result of ``copy_``."""
+        """Record a copy into a destination, or execute any other copy; return the result of ``copy_``."""
         is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
 
@@ -197,7 +198,7 @@ class CopyRecorder(TorchDispatchMode):
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
 
-        # A box counts from the first element of its parameter.
+        # The offset of a box counts from the first element of its parameter.
         offset = int(target.storage_offset()) - begin
         boxes = _split_into_boxes(
             frame.name,
@@ -251,9 +252,9 @@ def trace_copies(
     """Run ``load(sources)`` and return the boxes of its copies into this rank's destinations.
 
     ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by name,
-    meta or live, whose contents recorded copies do not change. The offset of a box counts from the first
-    element of its parameter, in the strides of the parameter's storage. Raises TraceError for a copy
-    that cannot be expressed as boxes.
+    meta or live. Recorded copies do not change their contents. Offset and strides of a box are in elements of
+    the parameter's storage; the offset counts from the first element of the parameter. Raises TraceError for
+    a copy that cannot be expressed as boxes.
     """
     recorder = CopyRecorder(sources, destinations, rank)
     with torch.no_grad(), recorder:
@@ -321,11 +322,11 @@ def _join(
     second: TensorBox,
     dim: int,
 ) -> TensorBox | None:
-    """Return the union of two boxes along ``dim``, None if they are not adjacent in tensor and storage."""
+    """Return the union of two boxes along ``dim``, or None if they are not adjacent in tensor and storage."""
     if first.start[dim] + first.size[dim] != second.start[dim]:
         return None
 
-    # One stride must lead through the elements of both boxes.
+    # The elements of both boxes must have one common stride.
     distance = second.offset - first.offset
     stride, remainder = divmod(distance, first.size[dim])
     if remainder or stride <= 0:
@@ -334,7 +335,7 @@ def _join(
         if box.size[dim] > 1 and box.stride[dim] != stride:
             return None
 
-    # A box of one element has no stride of its own and takes this one.
+    # The stride of a dimension of size 1 has no meaning, so the common stride may replace it.
     size = list(first.size)
     size[dim] += second.size[dim]
     strides = list(first.stride)
@@ -366,7 +367,7 @@ def _resolve(
             destination_stride,
         )
 
-    # The last element must be inside the frame: a view may run over from one row into the next.
+    # The last element must be inside the frame: a strided view may continue from one row into the next.
     last = list(first)
     for axis in axes:
         if axis.dim is not None:
@@ -375,7 +376,7 @@ def _resolve(
         if position >= size:
             raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
 
-    # In coordinates of the source tensor, of which the frame is a box.
+    # Convert to coordinates of the source tensor, of which the frame is a box.
     origin = [start + value for start, value in zip(frame.start, first, strict=True)]
     return origin, axes
 
@@ -387,7 +388,7 @@ def _split_axis(
     stride: int,
     destination_stride: int,
 ) -> list[_Axis]:
-    """Split one view dimension that runs over several source dimensions (a flattened view)."""
+    """Split one dimension of a flattened view into the source dimensions that it covers."""
     axes: list[_Axis] = []
     while True:
         # A step of the view must move along exactly one source dimension.
@@ -435,10 +436,10 @@ def _split_into_boxes(
     offset: int,
     dims: int,
 ) -> Iterable[TensorBox]:
-    """Turn the axes of a copy into boxes, whose rank and storage the caller sets.
+    """Yield the boxes of a copy with the given axes; the caller sets their rank and storage.
 
-    A box spans one axis of step 1 per source dimension. Every combination of indices of the other axes, as of
-    interleaved or broadcast dimensions, is a box of its own.
+    A box spans one axis of step 1 per source dimension. For the other axes, such as interleaved or broadcast
+    dimensions, each combination of their indices is a separate box.
     """
     spanned: dict[int, _Axis] = {}
     enumerated: list[_Axis] = []

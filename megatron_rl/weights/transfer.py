@@ -1,7 +1,7 @@
 """Point-to-point transfer of tensor regions between ranks, through staging memory of a fixed size.
 
-The regions for one peer are packed into messages, which both sides divide alike without any negotiation: the
-division depends only on shapes, dtypes and the size of a message.
+The regions for one peer are packed into messages. Sender and receiver compute the same messages without
+negotiation, because the division depends only on shapes, dtypes and the size of a message.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
 Views = tuple[Tensor, ...]
-"""Views of equal shape, all of which a receiver writes; a sender has one."""
+"""Views of equal shape. A receiver writes the data to all of them; a sender has exactly one."""
 SentPiece = tuple[Tensor, torch.dtype]
 """View of a region to send, and its dtype on the wire."""
 ReceivedPiece = tuple[Views, torch.dtype]
 """Views to write a received region to, and its dtype on the wire."""
 
 ALIGNMENT = 16
-"""Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
+"""Alignment of the segments of a message, in bytes, so that a view of any dtype is aligned."""
 OWN_MESSAGE_BYTES = 2**20
-"""Default bytes from which a region gets messages of its own, and if dense needs no staging."""
+"""Default size in bytes from which a region gets separate messages, and needs no staging if it is dense."""
 
 
 @dataclass
@@ -62,12 +62,12 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """Messages of one ordered pair of ranks, which both sides divide alike."""
+    """Messages from one rank to another; both ranks compute the same division of the pieces."""
 
     slot: int
     """Bytes of the largest message."""
     own_message_bytes: int = OWN_MESSAGE_BYTES
-    """Bytes from which a piece gets messages of its own."""
+    """Size in bytes from which a piece gets separate messages."""
     messages: list[list[_Segment]] = field(default_factory=list)
     """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
@@ -76,12 +76,12 @@ class _Stream:
     """Whether the next segment begins a new message."""
 
     def fill(self, pieces: Sequence[ReceivedPiece]) -> None:
-        """Append all pieces; the small ones, which share messages, come first."""
+        """Append all pieces, first the small ones, which share messages."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
     def add(self, views: Views, dtype: torch.dtype) -> None:
-        """Append views of equal shape, split at the end of full messages."""
+        """Append views of equal shape, split over several messages if one is full."""
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
             self._begin_message()
@@ -93,7 +93,7 @@ class _Stream:
         views: Views,
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether views are large enough for messages of their own."""
+        """Return whether a piece is large enough for separate messages."""
         num_bytes = views[0].numel() * dtype.itemsize
         return num_bytes >= min(self.own_message_bytes, self.slot)
 
@@ -102,7 +102,7 @@ class _Stream:
         storages: list[Tensor | None] = []
         for segments in self.messages:
             storage = None
-            # Several segments are in several storages, so they must be staged.
+            # The segments of a shared message are in several storages, so they must be staged.
             if len(segments) == 1:
                 storage = segments[0].in_place()
             storages.append(storage)
@@ -121,7 +121,7 @@ class _Stream:
             self.lengths[-1] = offset + num_bytes
             return
 
-        # Count the rows that fit into the rest of this message; a scalar is a row of its own.
+        # Count the rows that fit into the rest of this message; a scalar counts as one row.
         row_bytes = num_bytes
         if shape:
             row_bytes = num_bytes // shape[0]
@@ -150,13 +150,13 @@ class Exchange:
     """Compiled sends and receives of this rank; `run` may be called while the storages of the views live.
 
     A sent view is converted to the dtype on the wire while it is packed. A received segment is written to
-    each of its views. Large dense regions travel from and to their own storage, without staging.
+    each of its views. Large dense regions are sent from, and received in, their own storage without staging.
 
     ``sends``: peer to (view, dtype on the wire), in the order that both sides use.
     ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
-    ``slot``: bytes that bound each of the two buffers of each stream, equal on all ranks.
-    ``own_message_bytes``: bytes from which a region gets messages of its own, equal on all ranks.
-    ``group``: process group, None for the world; peers are global ranks.
+    ``slot``: largest size in bytes of each of the two buffers of a stream, equal on all ranks.
+    ``own_message_bytes``: size in bytes from which a region gets separate messages, equal on all ranks.
+    ``group``: process group, or None for the world; peers are global ranks.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Exchange:
             self._receives[peer] = _Stream(slot, own_message_bytes)
             self._receives[peer].fill(pieces)
 
-        # A round is one message of every stream; short streams have none in the last rounds.
+        # A round is one message of every stream; streams with fewer messages have none in the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
         self._in_place = {id(stream): stream.in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
@@ -216,7 +216,7 @@ class Exchange:
         number: int,
         buffers: dict[Any, Tensor],
     ) -> list[Any]:
-        """Post the sends and receives of message ``number`` of every stream; return their works."""
+        """Post the sends and receives of message ``number`` of every stream; return their work handles."""
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
@@ -253,7 +253,7 @@ class Exchange:
                 )
                 operations.append(operation)
 
-        # In one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
+        # Post all in one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
         if not operations:
             return []
         return dist.batch_isend_irecv(operations)
@@ -289,7 +289,7 @@ class Exchange:
         for peer, stream in self._receives.items():
             if number >= len(stream.messages):
                 continue
-            # A message in place arrived in its view already.
+            # A message that was received in place is in its view already.
             if self._in_place[id(stream)][number] is not None:
                 continue
 
@@ -299,11 +299,11 @@ class Exchange:
                     view.copy_(value)
 
 
-def connect(group: Any) -> None:
+def create_communicator(group: Any) -> None:
     """Create the communicator of a group before some of its ranks exchange messages.
 
-    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered a
-    call; a rank without messages would never enter one. ``group`` None is the world. Collective over the
+    NCCL creates it in the first call on the group, which blocks until all ranks of the group have made a
+    call; a rank without messages would never make one. ``group`` None is the world. Collective over the
     group.
     """
     dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
@@ -326,14 +326,14 @@ def gather_layout(
     dtypes: Mapping[str, torch.dtype],
     group: Any = None,
 ) -> list[BoxGroup]:
-    """Return the boxes of all ranks, with ranks of equal boxes as one group.
+    """Gather the boxes of all ranks; ranks with equal boxes form one group.
 
-    Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Equal boxes are sent
-    once: ranks compare digests first. Collective over the group.
+    Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Ranks compare digests of
+    their boxes first, so that equal boxes are sent once. Collective over the group.
     """
     rank = rank_in(group)
 
-    # The content is the same on replicas: without the rank, and with the dtypes of the boxes' storages alone.
+    # Leave out the rank and the dtypes of storages without boxes, so that replicas have equal content.
     content = None
     digest = None
     if boxes is not None:

@@ -9,7 +9,6 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import saved_activation_bytes
-from megatron_rl.shapes.model import LayerKind
 from tests.saved_tensors import layer_bytes
 
 CASES = [
@@ -48,9 +47,8 @@ def main() -> None:
             dist.all_reduce(total)
             mean = float(total) / layout.size
 
-            layer_kind = LayerKind(linear=False, experts=shape.experts > 0)
             predicted = saved_activation_bytes(
-                shape, layer_kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
+                shape, shape.block(0), 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
             )
             assert abs(predicted / mean - 1) < 0.1, (family, layout, recompute, predicted, mean)
 

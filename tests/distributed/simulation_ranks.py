@@ -24,7 +24,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron import layers
 from megatron_rl.megatron.model import build_model
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.planning.simulation.ranks import Simulated, simulation_plan
@@ -52,7 +52,7 @@ def phases(simulated: bool) -> dict[str, Any]:
     with simulation.measured():
         with simulation.phase("build"):
             model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.float32, attention="torch")
-            wrap(model, True, {"overlap_grad_reduce": False})
+            wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
             optimizer = Optimizer(model, OptimizerConfig(minimum_learning_rate=0.0), 10)
             optimizer.step()
 
@@ -102,7 +102,7 @@ def waits() -> dict[str, Any]:
     with simulation.measured():
         groups = ParallelGroups(ParallelLayout((0,)))
         model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.bfloat16, attention="torch")
-        wrap(model, True, {"overlap_grad_reduce": False})
+        wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
         for name, algorithm in algorithms.items():
             with simulation.phase(name):
                 objective = partial(policy_objective, algorithm)

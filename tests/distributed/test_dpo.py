@@ -53,6 +53,23 @@ def lines(folder: Path, name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / f"run/{name}.jsonl").read_text().splitlines()]
 
 
+def test_a_users_own_loss_gives_the_numbers_of_the_loss_that_it_is(fork, material, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from torch.nn.functional import logsigmoid\n\n\n"
+        "def mine(pairs):\n"
+        "    difference = pairs.chosen - pairs.ref_chosen - pairs.rejected + pairs.ref_rejected\n"
+        "    return -logsigmoid(pairs.beta * difference)\n"
+    )
+    for name, loss in (("named", "sigmoid"), ("own", f"{own}:mine")):
+        file = write(tmp_path / name, material)
+        fork("megatron_rl", 2, "train", file, f"preference.loss={loss}", "steps=1", module=True)
+    first, second = (
+        [line["dpo/loss"] for line in lines(tmp_path / name, "dpo")] for name in ("named", "own")
+    )
+    assert len(first) == 8 and first == pytest.approx(second, rel=1e-5)
+
+
 def test_dpo_learns_the_same_in_every_layout(fork, material, tmp_path):
     fork("megatron_rl", 1, "train", write(tmp_path / "alone", material), module=True)
     host = {**OPTIMIZER, "offload": True}

@@ -145,7 +145,7 @@ def test_a_rule_that_stops_saves_on_every_rank_and_names_what_to_do(
     assert "stopped by the error below after step 3: saved" in stopped.output
     assert "exit code 2" in stopped.output
     error = stopped.output.partition("error: a health rule has ended the run: ")[2]
-    assert "tokens are old when they are learned from" in error
+    assert "tokens are old when they are trained on" in error
     for text in (
         "where:    health.rules.staleness (step 3)",
         "expected: 0.5 or less (staleness/mean)",

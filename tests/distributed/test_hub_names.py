@@ -69,7 +69,7 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
         # A check needs the model's sizes and the data, and leaves the weights where they are.
         found = check(config, cache, server.address)
         assert found.returncode == 0, found.stdout + found.stderr
-        assert "READY once the missing files are there" in found.stdout
+        assert "READY once the missing files exist" in found.stdout
         assert "hf://Org/tiny is not downloaded yet" in found.stdout
         assert "hf download Org/tiny" in found.stdout
         assert not [line for line in server.requests if line.endswith(".safetensors")]

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 import yaml
@@ -153,6 +154,8 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     runs = ("whole", "ended", "damaged")
     judged = {name: metrics(tmp_path / name)[0]["reward/component/preference"] for name in runs}
     assert judged["whole"] == judged["ended"] == judged["damaged"]
+    samples = pandas.read_parquet(tmp_path / "whole/run/rollouts/step_1.parquet")
+    assert samples["component/preference"].mean() == pytest.approx(judged["whole"])
     named = "reward.models.preference.training: its model is damaged: model.safetensors has other content"
     assert named in anew["damaged"] and "damaged" not in anew["ended"].replace(str(tmp_path), "")
     assert (tmp_path / "damaged/run/reward_models/preference.1").is_dir()
@@ -160,7 +163,7 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     # From its first checkpoint on a run goes on beside the very models that it has learned beside.
     flip(tmp_path / "ended/run/stages/sft/hf/model.safetensors")
     refused = fork("megatron_rl", 1, "train", ended, "steps=2", module=True, check=False)
-    assert refused.returncode and "a model that is to be read is damaged" in refused.output
+    assert refused.returncode and "the model folder is damaged" in refused.output
     assert "sft: " in refused.output and "model.safetensors has other content" in refused.output
 
 
@@ -236,3 +239,21 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     assert len(said) == 4, "each step's weights answer in their own way"
     for name in (*answers, "reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
+
+
+def test_the_optimal_token_baseline_is_the_same_in_every_layout(fork, material, tmp_path):
+    """The scoring pass returns the sum of squared probabilities over vocabulary shards and context ranks."""
+    (tmp_path / "odd.py").write_text("def score(*, response, **_):\n    return float(len(response) % 2)\n")
+    actor = {"optimizer": OPTIMIZER}
+    names = ("policy/loss", "policy/grad_norm", "advantage/std", "advantage/abs_max", "reward/mean")
+    layouts = {"alone": (1, {}), "cut": (4, {"tensor": 2, "context": 2})}
+    found = {}
+    for name, (ranks, layout) in layouts.items():
+        file = grpo(tmp_path / name, material, actor={**actor, "layout": layout})
+        options = ("algorithm.name=otb", f"reward.function={tmp_path / 'odd.py'}:score", "placement=colocate")
+        fork("megatron_rl", ranks, "train", file, *options, module=True)
+        found[name] = metrics(tmp_path / name)
+    for mine, truth in zip(found["cut"], found["alone"], strict=True):
+        assert truth["advantage/std"] > 0
+        for name in names:
+            assert mine[name] == pytest.approx(truth[name], rel=1e-3, abs=1e-5), name

@@ -9,8 +9,11 @@ import pytest
 import yaml
 from test_roles import metrics, ppo
 
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.trainer.starts import read_starts
+
 TRACED, SCORED = (Path(__file__).parent / f"workers/{name}_train.py" for name in ("traced", "scored"))
-MOST_FILES = {"torch": 53, "vllm": 56}
+MAX_FILES = {"torch": 53, "vllm": 56}
 """A newcomer reads a plain GRPO step in so many files."""
 REWARD = """
 def score(*, prompt, **_):
@@ -31,13 +34,13 @@ def grpo(folder: Path, material: Path, engine: str, **changes) -> Path:
     return ppo(folder, material, **settings | changes)
 
 
-@pytest.mark.parametrize("engine", MOST_FILES)
+@pytest.mark.parametrize("engine", MAX_FILES)
 def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
     files = tmp_path / "files"
     fork(TRACED, 1, "train", grpo(tmp_path / "run", material, engine), env={"TRACED_FILES": str(files)})
     executed = files.read_text().splitlines()
     assert {"trainer/loop.py", "trainer/sample.py"} <= set(executed)
-    assert len(executed) <= MOST_FILES[engine], executed
+    assert len(executed) <= MAX_FILES[engine], executed
 
 
 def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
@@ -84,8 +87,14 @@ def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):
         sampled = int((~rows["valid"]).sum())
         assert 0 < sampled < len(rows)
         assert (rows["failure"].notna() == ~rows["valid"]).all()
+        assert (rows["advantage"].notna() == rows["valid"]).all()
         assert rows["failure"].dropna().str.fullmatch(r"exception: (.*\n)*ValueError: an odd problem").all()
         greedy = sampled // 2  # two samples of each prompt, and its one greedy response
         assert f"step {step}: {sampled + greedy} rewards failed in all" in output
         assert output.count(f"step {step}: a reward failed (exception): ") == 1
         assert line["reward/invalid"] == pytest.approx((sampled + greedy) / (len(rows) * 1.5))
+
+    # The record of the start has the command, and the keys of the file alone.
+    (start,) = read_starts(RunFolder(tmp_path / "run/run"))
+    assert "-m megatron_rl train" in start.command and start.hardware["ranks"] == 2
+    assert "reward.function" in start.explicit and "reward.timeout" not in start.explicit

@@ -51,7 +51,7 @@ def exact(
 ) -> torch.Tensor:
     """Return the statistics in float64 and in PyTorch, [1, 4, n]."""
     targets, temperature = labels
-    return module.statistics(
+    return module.softmax_statistics(
         hidden.double(), weight.double(), targets, temperature.double(), shard, 64, reductions=TORCH
     )[None]
 
@@ -70,7 +70,7 @@ def test_the_kernel_equals_pytorch(
 ) -> None:
     hidden, weight, *labels = case(rows, width, padded, vocabulary, dtype)
     shard = VocabularyShard(0, vocabulary, ALONE)
-    actual = module.statistics(hidden, weight, *labels, shard, 64, reductions=triton_reductions())
+    actual = module.softmax_statistics(hidden, weight, *labels, shard, 64, reductions=triton_reductions())
     expected = exact(hidden, weight, *labels, shard=shard)
     difference = results(actual[None]).double() - results(expected)
     assert float(difference.abs().max()) < 1e-4
@@ -81,7 +81,7 @@ def test_shards_merge_to_the_whole(shard_count: int) -> None:
     hidden, weight, *labels = case(19, 24, 1200, 1100)
     rows = len(weight) // shard_count
     shards = [
-        module.statistics(
+        module.softmax_statistics(
             hidden, weight[shard * rows : (shard + 1) * rows], *labels,
             VocabularyShard(shard * rows, 1100, ALONE), 64, reductions=triton_reductions(),
         )
@@ -94,7 +94,7 @@ def test_shards_merge_to_the_whole(shard_count: int) -> None:
 def test_a_shard_of_padding_alone_adds_nothing() -> None:
     hidden, weight, *labels = case(7, 32, 64, 40)
     statistics = [
-        module.statistics(
+        module.softmax_statistics(
             hidden, weight[start : start + 32], *labels, VocabularyShard(start, 32, ALONE), 64,
             reductions=triton_reductions(),
         )
@@ -108,7 +108,9 @@ def test_a_shard_of_padding_alone_adds_nothing() -> None:
 def test_large_logits_stay_finite() -> None:
     hidden, weight, *labels = case(9, 32, 200, 200)
     shard = VocabularyShard(0, 200, ALONE)
-    stats = module.statistics(hidden * 1e4, weight, *labels, shard, 64, reductions=triton_reductions())
+    stats = module.softmax_statistics(
+        hidden * 1e4, weight, *labels, shard, 64, reductions=triton_reductions()
+    )
     expected = exact(hidden * 1e4, weight, *labels, shard=shard)
     torch.testing.assert_close(results(stats[None]).double(), results(expected), rtol=1e-5, atol=1e-2)
 

@@ -14,7 +14,7 @@ from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
-MOST_REQUESTS = 8
+MAX_REQUESTS = 8
 """Requests that the server accepts at a time."""
 
 
@@ -44,7 +44,7 @@ class LetterOffice:
         }
 
     def most_requests(self) -> int:
-        return MOST_REQUESTS
+        return MAX_REQUESTS
 
     def weights(self) -> str:
         return self._name

@@ -7,19 +7,32 @@ import subprocess
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 
 class Page(HTMLParser):
-    """Parsed page: cells of its tables' rows, sources of its images by alternative text, scripts and tags."""
+    """Parsed page: cells of its tables' rows, the data of its charts by title, scripts and tags.
+
+    ``scripts`` has the texts of all script elements in order, ``data`` the parsed ones with JSON by their id.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
-        self.pictures: dict[str, str] = {}
+        self.data: dict[str, Any] = {}
+        self._ids: list[str | None] = []
         self.scripts: list[str] = []
         self.tags: list[str] = []
         self.feed(text)
         self.close()
+        for name, text in zip(self._ids, self.scripts, strict=True):
+            if name is not None:
+                self.data[name] = json.loads(text)
+
+    @property
+    def charts(self) -> dict[str, Any]:
+        """Return the charts of the page by their titles."""
+        return {chart["title"]: chart for chart in self.data.get("charts", ())}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -28,9 +41,8 @@ class Page(HTMLParser):
             self.rows.append([])
         elif tag in ("td", "th"):
             self.rows[-1].append("")
-        elif tag == "img":
-            self.pictures[values["alt"] or ""] = values["src"] or ""
         elif tag == "script":
+            self._ids.append(values.get("id"))
             self.scripts.append("")
 
     def handle_endtag(self, tag: str) -> None:
@@ -64,14 +76,18 @@ const set = (name, value) => {
 };
 const texts = kind => elements.list.children
   .map(sample => sample.children.find(child => child.className === kind)?.textContent);
+const location = { hash: '' };
+const history = { replaceState: (state, title, address) => { location.hash = address; } };
+const listeners = {};
+const addEventListener = (name, listener) => { listeners[name] = listener; };
 const results = {};
 """
 
 
 def scripted(page: Page, scenario: str) -> dict:
-    """Run a page's script and then a scenario in a JavaScript engine; return the scenario's results."""
-    # The page's first script element contains its data, the second one its code.
-    rows, script = page.scripts
+    """Run a page's script of samples and then a scenario in a JavaScript engine; return its results."""
+    # A page ends with the samples and their script.
+    rows, script = page.scripts[-2:]
     # A minimal document object model replaces the browser's.
     program = f"{DOM}elements.rows.textContent = {json.dumps(rows)};{script}{scenario}"
     program += "console.log(JSON.stringify(results));"

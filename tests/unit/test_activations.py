@@ -9,7 +9,6 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import saved_activation_bytes
-from megatron_rl.shapes.model import LayerKind
 from tests.saved_tensors import layer_bytes
 
 
@@ -40,6 +39,5 @@ def test_a_layer_keeps_what_is_counted(
     family: str, dtype: torch.dtype, recompute: str, groups: ParallelGroups
 ) -> None:
     saved, shape = layer_bytes(family, groups, dtype, recompute)
-    kind = LayerKind(linear=False, experts=shape.experts > 0)
-    counted = saved_activation_bytes(shape, kind, 1, 1, 1, recompute, dtype.itemsize, fused=False)
+    counted = saved_activation_bytes(shape, shape.block(0), 1, 1, 1, recompute, dtype.itemsize, fused=False)
     assert counted == pytest.approx(saved, rel=0.05)

@@ -13,7 +13,7 @@ from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import build_train_batch, minibatches, policy_objective
 from megatron_rl.algorithms.algorithm import AGGREGATIONS
-from megatron_rl.megatron.packing import partition
+from megatron_rl.megatron.packing import partition_rows
 
 LONGEST = 6
 
@@ -61,7 +61,7 @@ def test_loss_and_gradient_are_the_definition_on_any_ranks(mode, denominator, ba
     gradient = torch.zeros_like(log_probs)
     total = 0.0
     for minibatch in minibatches(made, algorithm, 1, 1, seed=0):
-        for share in partition(minibatch.lengths.tolist(), ranks, budget):
+        for share in partition_rows(minibatch.lengths.tolist(), ranks, budget):
             x = log_probs.detach().clone().requires_grad_()
             for rows in share:
                 micro = minibatch.rows(rows)

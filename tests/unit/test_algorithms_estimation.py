@@ -73,7 +73,7 @@ def test_failed_rows_take_no_part(name, batch):
     per_row = {f: getattr(scores, f)[kept] for f in fields}
     per_token = {
         f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
-        for f in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "values")
+        for f in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "squared_probs", "values")
     }
     alone, _ = build_train_batch(
         rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm
@@ -316,6 +316,7 @@ def test_old_log_probs_may_come_with_the_learn_pass(pieces):
         "clip_cov": ("policy_loss",),
         "kl_cov": ("policy_loss",),
         "distillation": ("distillation",),
+        "otb": ("advantage",),
     }
     assert asked == needs.get(name, ())
     if asked:

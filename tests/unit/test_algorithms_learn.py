@@ -66,6 +66,7 @@ def sample(policy: TabularPolicy, draw: torch.Generator) -> tuple[Rollouts, Scor
         values=policy.values.detach()[places],
         baseline_rewards=torch.full((rows,), float(rewards.mean())),
         baseline_lengths=torch.full((rows,), LONGEST),
+        squared_probs=probabilities.square().sum(1),
         # A teacher that prefers the token that is rewarded.
         teacher_log_probs=torch.where(tokens == 1, 0.7, 0.1).log(),
     )

@@ -272,7 +272,7 @@ def test_pieces_of_the_user_by_file(own):
         ("my_loss.py:Undecorated", ["not a dataclass", "@dataclass(frozen=True)"]),
         ("my_loss.py:Greedy", ["does not accept the arguments", "token_loss(micro, log_probs)", "algorithm"]),
         ("my_loss.py:three", ["does not accept the arguments", "three(micro, log_probs)", "algorithm"]),
-        ("my_loss.py:Watched", ["of another kind", "megatron_rl.algorithms.PolicyLoss"]),
+        ("my_loss.py:Watched", ["not derived from the base class", "megatron_rl.algorithms.PolicyLoss"]),
         ("my_loss.py:NUMBER", ["cannot be used here", "of type int"]),
         ({"name": "my_loss.py:Moody", "mood": "bad"}, ["RuntimeError: not today"]),
     ],

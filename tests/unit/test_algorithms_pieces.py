@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -69,6 +70,44 @@ def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
     return estimator.rows(inputs)
 
 
+def optimal_token_baseline(scores, rewards, lone_tail: str = "zero") -> tuple[list[float], list[float]]:
+    """Return the optimal token baseline's advantages and returns of the batch, token by token."""
+    rewards = rewards.tolist()
+    starts = (torch.cumsum(BATCH.lengths, 0) - BATCH.lengths).tolist()
+    energies = []
+    for start, mask in zip(starts, BATCH.masks, strict=True):
+        energy, row = 0.0, []
+        for token in (start + place for place, marked in enumerate(mask) if marked):
+            p = math.exp(float(scores.old_log_probs[token]))
+            energy += max(0.0, 1 - 2 * p + float(scores.squared_probs[token]))
+            row.append(energy)
+        energies.append(row)
+
+    wanted, returns = [0.0] * BATCH.tokens, [0.0] * BATCH.tokens
+    for row, (start, mask) in enumerate(zip(starts, BATCH.masks, strict=True)):
+        prompt = [other for other in range(len(rewards)) if BATCH.group[other] == BATCH.group[row]]
+        for index, token in enumerate(start + place for place, marked in enumerate(mask) if marked):
+            present = [other for other in prompt if len(energies[other]) > index]
+            weight = sum(energies[other][index] for other in present)
+            baseline = sum(energies[other][index] * rewards[other] for other in present) / weight
+            if len(prompt) == 1 or (len(present) == 1 and lone_tail == "returns"):
+                baseline = 0.0
+            wanted[token] = rewards[row] - baseline
+            returns[token] = rewards[row]
+    return wanted, returns
+
+
+def test_the_optimal_token_baseline_may_leave_a_lone_tail_without_one():
+    rollouts, scores = step(BATCH)
+    algorithm = algorithm_of("otb", advantage={"lone_tail": "returns"})
+    made, _ = build_train_batch(rollouts, scores, algorithm)
+    wanted, _ = optimal_token_baseline(scores, scores.rewards.double(), "returns")
+    close(made.advantages, wanted, 1e-6)
+    assert wanted != optimal_token_baseline(scores, scores.rewards.double())[0]
+    with pytest.raises(ValueError, match="squared_probs"):
+        build_train_batch(rollouts, replace(scores, squared_probs=None), algorithm)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantage_pieces(name):
     rollouts, scores = step(BATCH)
@@ -88,6 +127,10 @@ def test_advantage_pieces(name):
         )
         close(made.advantages, wanted.advantages, 1e-6)
         close(made.returns, critic.returns, 1e-6)
+    elif name == "otb":
+        wanted, returns = optimal_token_baseline(scores, rewards)
+        close(made.advantages, wanted, 1e-6)
+        close(made.returns, returns, 1e-6)
     elif name == "none":
         close(made.advantages, torch.zeros(BATCH.tokens), 0)
     elif name in ("reinforce", "remax"):

@@ -17,7 +17,9 @@ from megatron_rl.algorithms import (
     reward_model_objective,
     with_loss_weights,
 )
+from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.algorithms.preference import bradley_terry_loss, dpo_loss, simpo_loss
+from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
 
 quick = settings(max_examples=40, deadline=None)
@@ -150,6 +152,62 @@ def test_objective_is_the_mean_over_pairs_under_any_split(kind):
         gradient[part.tokens] += y.grad
     close(loss, total, 1e-6)
     close(gradient, x.grad, 1e-6)
+
+
+OWN = """
+import torch
+
+def orpo(pairs):
+    # Odds ratio of the mean log-probs (arXiv 2403.07691), without the reference.
+    chosen = pairs.chosen / pairs.chosen_tokens
+    rejected = pairs.rejected / pairs.rejected_tokens
+    odds = (chosen - torch.log(-torch.expm1(chosen))) - (rejected - torch.log(-torch.expm1(rejected)))
+    return -pairs.beta * torch.nn.functional.logsigmoid(odds)
+
+def dpo(pairs):
+    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
+    return -torch.nn.functional.logsigmoid(pairs.beta * (chosen - rejected))
+
+def mean(pairs):
+    return (pairs.chosen - pairs.rejected).mean()
+
+def two(pairs, other):
+    return pairs.chosen
+
+value = 3
+"""
+
+
+def test_a_users_own_loss_by_path(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    batch = pairs([4, 3, 2, 5, 6, 2])
+    values = -torch.rand(22, dtype=torch.float64)
+
+    def result(kind, name=None):
+        function = None if name is None else preference_function(f"{file}:{name}", "preference.loss")
+        x = values.clone().requires_grad_()
+        loss, metrics = dpo_objective(PreferenceSettings(kind, beta=0.4, function=function), batch, x)
+        return loss.detach(), torch.autograd.grad(loss, x)[0], metrics.values()
+
+    for own, named in zip(result("own", "dpo"), result("sigmoid"), strict=True):
+        assert own == pytest.approx(named) if isinstance(own, dict) else bool((own == named).all())
+
+    wanted = 0.0
+    rows = values.split([4, 3, 2, 5, 6, 2])
+    for a, b in zip(rows[0::2], rows[1::2], strict=True):
+        one, two = (float(row[1:].mean()) for row in (a, b))
+        odds = one - math.log(1 - math.exp(one)) - two + math.log(1 - math.exp(two))
+        wanted -= 0.4 * log_sigmoid(odds) / 3
+    close(result("own", "orpo")[0], wanted, 1e-6)
+
+    with pytest.raises(UserError, match="wrong form"):
+        result("own", "mean")
+    for name, message in (("two", "does not accept"), ("value", "is not a function"), ("none", "none")):
+        with pytest.raises(UserError, match=message) as raised:
+            preference_function(f"{file}:{name}", "preference.loss")
+        assert raised.value.where is not None and "preference.loss" in str(raised.value)
+    assert preference_function("sigmoid", "preference.loss") is None
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "reward_model"])

@@ -6,9 +6,14 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
+
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.load import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -139,3 +144,91 @@ def test_placements_balance_learning_and_sampling(beside: Any) -> None:
 
     assert [placements.balanced_rows(probes(seconds)) for seconds in (9.0, 3.0, 2.2)] == [2, 6, 10]
     assert placements.balanced_rows(probes(0.5)) == 32, "no number of rows is enough"
+
+
+def ablation_results(ablation: Any) -> dict[str, dict[int, dict[str, float]]]:
+    """Return made-up numbers of two variants: seed 2 has 1 more in both, and the second variant 0.5 more."""
+    columns = [column for columns in ablation.TABLES for column in columns]
+    results: dict[str, dict[int, dict[str, float]]] = {"base": {}, "packing": {}}
+    for name, extra in (("base", 0.0), ("packing", 0.5)):
+        for seed in (1, 2):
+            results[name][seed] = {column.key: seed + extra for column in columns}
+    # A number that rises with one seed and falls with the other.
+    results["packing"][2]["kl"] = 1.75
+    return results
+
+
+def test_a_variant_of_the_ablation_has_the_settings_of_those_before(beside: Any) -> None:
+    ablation = beside("ablation")
+    configs = {
+        variant.name: load_config(FOLDER / "ablation.yaml", ablation.overrides_of(variant.name))
+        for variant in ablation.VARIANTS
+    }
+    smallest = configs["base"].batch.tokens_per_microbatch
+    assert smallest == longest_row(configs["base"]), "check refuses a smaller one"
+    assert configs["packing"].batch.tokens_per_microbatch is None
+    last = configs["profiles"]
+    assert last.rollout.filters.names == ("empty", "max_repetition")
+    assert last.rollout.max_response_tokens == "auto"
+    assert set(last.rollout.sampling_profiles) == {"addition", "sorting"}
+    # The largest limit is the same in all, so that evaluations and budgets are.
+    assert {longest_row(config) for config in configs.values()} == {smallest}
+
+
+def test_the_ablation_shows_each_variant_beside_the_one_without(beside: Any) -> None:
+    ablation = beside("ablation")
+    results = ablation_results(ablation)
+    lines = ablation.table(results, (ablation.TIME[0], ablation.RESULT[0])).splitlines()
+    assert lines[0] == "| | seconds | KL |"
+    assert lines[2:] == [
+        "| smallest micro-batches | 1.50 ± 0.71 | 1.5000 ± 0.7071 |",
+        "| + packing by tokens | 2.00 ± 0.71 | 1.6250 ± 0.1768 |",
+        "| … against the row before | **+0.50 ± 0.00** | +0.1250 ± 0.5303 |",
+    ]
+    assert ablation.difference_text([-1e-9, -2e-9], ".4f") == "-0.0000 ± 0.0000", "rounding is no difference"
+    picture = ElementTree.fromstring(ablation.picture(results))
+    circles = picture.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 4 * sum(len(columns) for columns in ablation.TABLES)
+
+
+@pytest.mark.slow
+def test_the_ablations_task_has_two_kinds_of_problems_of_mixed_lengths(beside: Any, tmp_path: Path) -> None:
+    beside("ablation_task").make(tmp_path)
+    records = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "eval", "sft")
+    }
+    for name in ("train", "eval"):
+        tasks = [record["task"] for record in records[name]]
+        assert tasks.count("addition") == tasks.count("sorting") == len(tasks) / 2
+        assert {len(record["ground_truth"]) for record in records[name]} == {2, *range(5, 18, 2)}
+    held_out = {record["prompt"] for record in records["eval"]}
+    for name in ("train", "sft"):
+        assert not held_out & {record["prompt"] for record in records[name]}
+
+    limit = load_config(FOLDER / "ablation.yaml").rollout.max_response_tokens
+    looping = [record for record in records["sft"] if len(record["response"]) > 17]
+    assert min(len(record["response"]) for record in looping) > limit
+    assert len(looping) / len(records["sft"]) == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_leaves_no_rank(beside: Any, tmp_path: Path) -> None:
+    common = beside("common")
+    script, pid = tmp_path / "rank.py", tmp_path / "pid"
+    script.write_text(f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+                      "time.sleep(600)\n")  # fmt: skip
+    with pytest.raises(common.ChildFailed, match="ran longer than 15 s"):
+        common.torchrun([str(script)], 1, 1, tmp_path / "log", 15)
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_the_page_of_the_ablation_has_the_recorded_numbers(beside: Any, monkeypatch: Any) -> None:
+    """``launch/ablation.sh --record`` writes the files."""
+    ablation = beside("ablation")
+    monkeypatch.chdir(FOLDER.parent)
+    texts = {name: path.read_text(encoding="utf-8") for name, path in ablation.RECORDED.items()}
+    results = ablation.results_of(json.loads(texts["ablation.json"]))
+    assert list(results) == [variant.name for variant in ablation.VARIANTS]
+    assert texts["ablation.md"] == ablation.markdown(results)
+    assert texts["ablation.svg"] == ablation.picture(results)

@@ -152,7 +152,7 @@ def test_the_base_of_two_roles_adapters_counts_once() -> None:
         assert (weights[-1].bytes == alone) == (layout is None)
     assert weights[0].bytes < weights[1].bytes
     assert "over the actor's base" in weights[0].how
-    assert "a base of its own: critic.layout is not the actor's" in weights[1].how
+    assert "a separate base: critic.layout is not the actor's" in weights[1].how
 
 
 def test_an_engine_sleeps_only_where_another_role_shares_its_ranks() -> None:

@@ -59,7 +59,7 @@ def test_each_data_set_may_have_fields_of_its_own() -> None:
     stated = [f"{own}.prompt_field=question", f"{own}.ground_truth_field=answer", f"{own}.task_field=kind"]
     config = check(*stated).valid()
     tokenizer: Any = AutoTokenizer.from_pretrained("model")
-    held_out = load_prompts(config, f"{own}.data", "eval.jsonl", tokenizer, FILES).everything()
+    held_out = load_prompts(config, f"{own}.data", "eval.jsonl", tokenizer, FILES).in_file_order()
     assert (held_out.prompts[0], held_out.ground_truths[0], held_out.tasks[0]) == ("1+1=", "2", "sum")
     assert held_out.metadata[0] == {"kind": "sum"}
     assert load_prompts(config, "data.train", "train.jsonl", tokenizer, FILES).next(1).prompts == ("1+1=",)

@@ -107,12 +107,12 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
     ("name", "value", "reason"),
     [
         ("quantization", "fp8", "which quantized tensors do not have"),
-        ("pipeline_parallel_size", 2, "sharded by rollout.tensor alone"),
+        ("pipeline_parallel_size", 2, "sharded only by rollout.tensor"),
         ("data_parallel_size", 2, "make further replicas"),
         ("enable_lora", True, "called `actor.lora.sync` here"),
         ("max_loras", 4, "are the only ones"),
         ("speculative_config", {"model": "a"}, "draft model"),
-        ("cpu_offload_gb", 4, "whole in the device's memory"),
+        ("cpu_offload_gb", 4, "complete in the device's memory"),
         ("logits_processors", ["a:b"], "must match the trainer's"),
         ("max_num_seqs", "64", "wrong type"),
         ("max_num_seqs", True, "wrong type"),
@@ -150,9 +150,9 @@ def test_engine_arguments_that_work_pass(name: str, value: object) -> None:
         ("recompute_granularity", "full", "called `actor.recompute` here"),
         ("batch_p2p_comm", True, "wrong results"),
         ("moe_aux_loss_coeff", 0.01, "needs the balancing loss of each sequence"),
-        ("moe_aux_loss_coeff", [0.01], "is no coefficient"),
+        ("moe_aux_loss_coeff", [0.01], "is not a coefficient"),
         ("moe_z_loss_coeff", 0.001, ""),
-        ("moe_z_loss_coeff", -0.001, "is no coefficient"),
+        ("moe_z_loss_coeff", -0.001, "is not a coefficient"),
         ("num_layers_in_first_pipeline_stage", "2", "wrong type"),
         ("hidden_dropout", "none", "wrong type"),
         ("moe_router_load_balancing_type", ["aux_loss"], ""),
@@ -212,7 +212,7 @@ def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyP
     [
         (
             ["actor.megatron.moe_router_fusion=true"],
-            "a kernel of their own",
+            "their kernel chooses the experts itself",
             "actor.megatron.moe_router_fusion",
         ),
         (["rollout.engine=torch"], "returns the experts of each token", "actor.routing_replay"),
@@ -354,7 +354,7 @@ def test_fields_that_would_make_another_model_are_refused(name: str, value: obje
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor.optimizer.name=sgd", "saves the state of Adam alone"),
+        ("actor.optimizer.name=sgd", "saves only the state of Adam"),
         ("actor.optimizer.megatron={use_precision_aware_optimizer: true}", "Transformer Engine's FusedAdam"),
         ("actor.optimizer.name=muon", "emerging_optimizers"),
         ("critic.optimizer.megatron.adam_beta2=0.9", "`critic.optimizer.beta2` here"),

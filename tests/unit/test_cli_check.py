@@ -57,7 +57,7 @@ def test_check_begins_with_five_lines(
     shown = capsys.readouterr().out
     verdict, size, memory, sync, step, blank, *findings = shown.splitlines()
 
-    assert verdict.startswith("READY once the missing files are there: no errors, 2 warnings (configs/")
+    assert verdict.startswith("READY once the missing files exist: no errors, 2 warnings (configs/")
     assert size.split("  ")[-1] == (
         "Qwen2.5-7B-Instruct, 7.62B parameters; grpo for 200 steps of 128 prompts x 16 samples"
     )
@@ -224,7 +224,7 @@ def test_check_shows_what_conversations_have_at_once(
     assert main([*words, "rollout.max_in_flight=20"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "20 of 64 episodes in flight = a replica's, at most; 12 groups of the step wait in the queue" in shown
+        "20 of 64 episodes in flight = at most, per replica; 12 groups of the step wait in the queue" in shown
     )
     assert "episode <= 3 turns = each answered within 30 s; 1 process of environments per replica" in shown
     assert "20 rows x 36 tokens x 1024 B: all at full length" in shown
@@ -476,7 +476,7 @@ def test_help_names_every_command() -> None:
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
     described = run("reward-model", "--help", cwd=ROOT).stdout
-    assert "Train reward models" in described and "reward.models.NAME.training" in described
+    assert "training of reward models" in described and "reward.models.NAME.training" in described
 
 
 def test_doctor_without_heavy_imports(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,13 @@ pytestmark = pytest.mark.usefixtures("functions_load_once")
 SHORT = "\n".join(line for line in CONFIG.splitlines() if "samples_per_prompt" not in line)
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
-BEFORE = {"dpo": "grpo", "ppo_reward_model": "ppo"}
-"""Recipes that are about what is trained before the algorithm."""
+BEFORE = {
+    "dpo": "grpo",
+    "ppo_reward_model": "ppo",
+    "distillation_grpo": "grpo",
+    "distillation_top_k": "distillation",
+}
+"""Recipes that are about what is trained before the algorithm, or about one of its pieces."""
 
 
 @pytest.fixture

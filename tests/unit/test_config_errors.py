@@ -233,13 +233,13 @@ def test_unreadable_files(path: str) -> None:
 WARNINGS = [
     (("batch.samples_per_prompt=1",), "compares samples of one prompt"),
     (("batch.optimizer_steps=3",), "optimizer steps get different numbers of prompts"),
-    (("actor.optimizer.decay=cosine",), "ends where it starts"),
+    (("actor.optimizer.decay=cosine",), "final value is its initial value"),
     (("evaluation.sets={}",), "nothing is evaluated"),
     (("evaluation.sets.held_out.samples=4",), "greedy evaluation gives the same answer"),
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
     (("gpus_per_node=1",), "spans nodes"),
-    (("gpu=h1000",), "has no constants of the GPU"),
+    (("gpu=h1000",), "has no constants for the GPU"),
     (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
     (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_an_error() -> None:
     write_model(Path("other"), hidden_size=64)
     write_meta(folder, {"model": model_identity(read_pretrained(Path("other/config.json")))})
     (error,) = check("checkpoint.resume=checkpoint").errors
-    assert error.message == "the checkpoint is of another model"
+    assert error.message == "the checkpoint was saved for another model"
     assert error.expected == "hidden = 128, head_dim = 32" and error.got == "hidden = 64, head_dim = 16"
 
 

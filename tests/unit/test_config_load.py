@@ -37,8 +37,8 @@ def test_what_changes_when_a_run_goes_on_is_told_line_by_line() -> None:
     words = ["batch.prompts_per_step=8", "actor.optimizer.learning_rate=1e-3", "seed=7"]
     assert changes(saved, load_text(CONFIG, words).valid()) == [
         "actor.optimizer.learning_rate was 1.0e-06 and is 0.001",
-        "batch.prompts_per_step was 16 and is 8: the prompts do not come as they would have",
-        "seed was 1 and is 7: the prompts do not come as they would have",
+        "batch.prompts_per_step was 16 and is 8: the order of the prompts changes",
+        "seed was 1 and is 7: the order of the prompts changes",
     ]
     (told,) = changes("steps: [", load_text(CONFIG).valid())
     assert "cannot be read" in told
@@ -90,7 +90,7 @@ def test_origins() -> None:
     assert str(origins["steps"]) == "override steps=3"
     assert str(origins["seed"]) == "default"
     absent = ("sft", "preference", "reference", "teacher", "critic", "rollout.environment")
-    absent += ("actor.lora", "reward.http", "reward.judge", "reward.code")
+    absent += ("actor.lora", "teacher_server", "reward.http", "reward.judge", "reward.code")
     below = tuple(f"{section}." for section in absent)
     present = {path for path in value_paths(RunConfig) if not path.startswith(below)}
     names = (item.name for item in dataclasses.fields(EvaluationSetConfig))

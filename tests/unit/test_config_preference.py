@@ -46,6 +46,7 @@ def test_other_roles_start_from_the_trained_policy(workspace, monkeypatch):
         ("preference={data: train.jsonl, steps: 5}", "preference.chosen_field"),
         ("preference={data: nothing.jsonl, steps: 5}", "preference.data"),
         ("preference={data: pairs.jsonl, steps: 5, loss: sigmod}", "preference.loss"),
+        ("preference={data: pairs.jsonl, steps: 5, loss: 'nothing.py:mine'}", "preference.loss"),
         ("preference={data: pairs.jsonl, steps: 5, beta: 0}", "preference.beta"),
         ("preference={data: pairs.jsonl, steps: 5, label_smoothing: 0.5}", "preference.label_smoothing"),
         ("preference={data: pairs.jsonl, steps: 0}", "preference.steps"),

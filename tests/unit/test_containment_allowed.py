@@ -132,7 +132,7 @@ def test_files_are_read_where_limits_name_them_and_the_error_says_so(code: str, 
         assert "limits.write is false" in refused.failures[0].message
     assert judge(code, "read", limits=limits, path=through_the_link).rewards.tolist() == [1.0]
     (failure,) = judge(code, "read", path=str(data)).failures
-    assert "what limits.read names" in failure.message
+    assert "the paths in limits.read" in failure.message
 
 
 def test_write_makes_named_folders_and_the_folder_of_the_code_writable(code: str, tmp_path: Path) -> None:

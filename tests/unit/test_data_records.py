@@ -81,7 +81,7 @@ def test_a_broken_parquet_file_and_unknown_kinds(tmp_path: Path) -> None:
 
 
 def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
-    assert "holds no data set" in error_of(tmp_path)
+    assert "contains no data set" in error_of(tmp_path)
     both = tmp_path / "both"
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(both))
     assert "several splits" in error_of(both) and "test, train" in error_of(both)

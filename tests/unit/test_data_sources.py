@@ -251,10 +251,10 @@ def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
 def test_everything_is_in_file_order_and_greedy_switches_filters_off(tokenizer: Any) -> None:
     prompts = source(problems(9), tokenizer, RolloutConfig(top_p=0.5, top_k=3))
     before = prompts.state_dict()
-    batch = prompts.everything(temperature=0.0)
+    batch = prompts.in_file_order(temperature=0.0)
     assert batch.prompt_ids.tolist() == list(range(9))
     assert {s[:3] for s in batch.sampling} == {(0.0, 1.0, 0)}
-    assert len(prompts.everything(limit=4)) == 4 and prompts.everything(limit=4).sampling[0].top_k == 3
+    assert len(prompts.in_file_order(limit=4)) == 4 and prompts.in_file_order(limit=4).sampling[0].top_k == 3
     assert prompts.state_dict() == before
 
 
@@ -361,7 +361,7 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     assert [other.exitcode for other in others] == [0, 0] and made.read_text() == "once\n"
     alone = prompts(TokenFiles(None, told.append))
     assert mapped.length_report == alone.length_report and mapped.state_dict() == alone.state_dict()
-    assert same(mapped.everything(), alone.everything()) and same(mapped.next(25), alone.next(25))
+    assert same(mapped.in_file_order(), alone.in_file_order()) and same(mapped.next(25), alone.next(25))
     assert mapped.next(3).metadata == alone.next(3).metadata and not told
     (file,) = (tmp_path / "tokens").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-100])
@@ -371,7 +371,7 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     )
     cut.write_bytes(b"of a job that was killed while it wrote")
     written.write_bytes(b"of a process that lives, where the file system has no locks")
-    assert same(prompts(files).everything(), alone.everything()), "a damaged file is made again"
+    assert same(prompts(files).in_file_order(), alone.in_file_order()), "a damaged file is made again"
     assert len(told) == 1 and file.name in told.pop()
     assert not cut.exists() and written.exists()
     path.write_text(path.read_text() + path.read_text())
@@ -398,7 +398,7 @@ def _copy_other_with_digest(file: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (_flip_a_token, "has other content than was written"),
+        (_flip_a_token, "has different content than when it was written"),
         (_copy_other, "has "),
         (_copy_other_with_digest, "has the digest of "),
         (lambda file, other: file.with_suffix(".digest").unlink(), "has no digest"),
@@ -442,7 +442,7 @@ def test_records_that_no_file_gives_back_stay_as_they_are(tokenizer: Any, tmp_pa
     prompts = PromptSource(
         files.encoded(path, "data.train", tokenizer, (), encode), tokenizer, data, RolloutConfig(), seed=1
     )
-    assert [fields["raw"] for fields in prompts.everything().metadata] == values["raw"]
+    assert [fields["raw"] for fields in prompts.in_file_order().metadata] == values["raw"]
     assert len(told) == 1 and "JSON" in told[0] and not list((tmp_path / "tokens").glob("*.arrow*"))
 
 

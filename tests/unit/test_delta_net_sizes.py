@@ -8,9 +8,12 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from megatron_rl.shapes.delta_net_sizes import saved_elements, state_bytes_per_row
+from megatron_rl.shapes.blocks.attention import Attention
+from megatron_rl.shapes.blocks.block import Block, LocalLayer
+from megatron_rl.shapes.blocks.experts import Experts
+from megatron_rl.shapes.blocks.gated_delta_net import GatedDeltaNet
 from megatron_rl.shapes.memory import saved_activation_bytes
-from megatron_rl.shapes.model import LayerKind, ModelShape
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import shape_of
 
 CONFIG = Qwen3NextConfig(
@@ -37,6 +40,11 @@ def shape() -> ModelShape:
     return shape_of(CONFIG.to_dict())
 
 
+def saved_elements(tensor: int, dtype_bytes: int, *, fused: bool) -> float:
+    layer = LocalLayer(shape(), tensor, 1, 1, dtype_bytes, fused)
+    return GatedDeltaNet().saved_elements(layer)
+
+
 def test_the_state_of_a_row_is_what_transformers_keeps() -> None:
     model = Qwen3NextForCausalLM(CONFIG).float().eval()
     with torch.no_grad():
@@ -51,9 +59,9 @@ def test_the_state_of_a_row_is_what_transformers_keeps() -> None:
         # transformers keeps the newest input as well, which the next token shifts out.
         inputs += conv.shape[1] * (CONFIG.linear_conv_kernel_dim - 1)
     assert len(shape().linear_layers) == 3
-    assert state_bytes_per_row(shape(), 1, 2) == matrices * 4 + inputs * 2
-    assert state_bytes_per_row(shape(), 2, 2) == state_bytes_per_row(shape(), 1, 2) / 2
-    assert state_bytes_per_row(replace(shape(), linear_layers=()), 1, 2) == 0
+    assert shape().state_bytes_per_row(1, 2) == matrices * 4 + inputs * 2
+    assert shape().state_bytes_per_row(2, 2) == shape().state_bytes_per_row(1, 2) / 2
+    assert replace(shape(), linear_layers=()).state_bytes_per_row(1, 2) == 0
 
 
 @pytest.mark.parametrize(("dtype_bytes", "float32"), [(2, 2), (4, 1)])
@@ -66,15 +74,15 @@ def test_saved_tensors_are_those_of_a_layer(dtype_bytes: int, float32: int) -> N
     repeated = (6 * 8 + 6 * 8) * float32
     outputs = values + values
     total = projections + convolution + repeated + outputs
-    assert saved_elements(shape(), 1, dtype_bytes, fused=True) == total
+    assert saved_elements(1, dtype_bytes, fused=True) == total
     states = 6 * 8 * 12 * float32 / 64
-    assert saved_elements(shape(), 1, dtype_bytes, fused=False) == total + states
-    assert saved_elements(shape(), 2, dtype_bytes, fused=True) == total / 2
+    assert saved_elements(1, dtype_bytes, fused=False) == total + states
+    assert saved_elements(2, dtype_bytes, fused=True) == total / 2
 
 
 def test_a_layer_counts_its_delta_net_instead_of_attention() -> None:
     longer = replace(shape(), heads=64, kv_heads=32)
-    linear, attention = (LayerKind(linear=kind, experts=True) for kind in (True, False))
+    linear, attention = (Block(mixer, Experts()) for mixer in (GatedDeltaNet(), Attention()))
     for recompute in ("none", "selective"):
         same = [saved_activation_bytes(item, linear, 1, 1, 1, recompute) for item in (shape(), longer)]
         assert same[0] == same[1]

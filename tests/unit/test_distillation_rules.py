@@ -11,6 +11,7 @@ from config_workspace import write_workspace
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
+from megatron_rl.config.roles import teacher_of_task
 from tests.hf_models import save_model
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -52,10 +53,57 @@ def test_a_teacher_has_the_actors_tokens(workspace: Path) -> None:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(text))
     (error,) = errors(*overrides)
-    assert "the teacher has another tokenizer than the model" in error and "2 that differ" in error
+    assert "the teacher and the model have different tokenizers" in error and "2 that differ" in error
 
     save_model("qwen2", workspace / "other", vocab_size=rows - 1)
-    assert any("the teacher has another vocabulary than the model" in error for error in errors(*overrides))
+    assert any("teacher and the model have different vocabularies" in error for error in errors(*overrides))
+
+
+def test_no_more_tokens_are_distinguished_than_the_model_has(workspace: Path) -> None:
+    rows = json.loads((workspace / "model/config.json").read_text())["vocab_size"]
+    loss = ("algorithm.name=distillation", "teacher.path=model")
+    assert errors(*loss, f"algorithm.distillation={{name: top_k, k: {rows}}}") == []
+    (error,) = errors(*loss, f"algorithm.distillation={{name: top_k, k: {rows + 1}}}")
+    assert "algorithm.distillation.k" in error and f"at most {rows}" in error
+    (error,) = errors(*loss, "algorithm.distillation={name: top_k, divergence: kl}")
+    assert "forward_kl, reverse_kl, jsd" in error
+    (error,) = errors("algorithm.distillation={name: top_k, k: 4}")
+    assert "teacher.path" in error
+
+
+def test_each_task_has_one_teacher_with_a_model(workspace: Path) -> None:
+    alone = (
+        "algorithm.name=distillation",
+        "teachers={math: {path: model}, code: {path: model, tasks: [c, d]}}",
+    )
+    assert errors(*alone) == []
+    assert errors(*alone, "teacher.path=model") == []
+    (error,) = errors(*alone, "teachers.code.tasks=[c, math]")
+    assert "the task 'math' has several teachers" in error and "teachers.code.tasks" in error
+    (error,) = errors("algorithm.name=distillation", "teachers={math: {layout: {tensor: 1}}}")
+    assert "teachers.math.path" in error
+    shutil.copytree(workspace / "model", workspace / "other")
+    text = json.loads((workspace / "other/tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    first, second, *_ = vocabulary
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (workspace / "other/tokenizer.json").write_text(json.dumps(text))
+    (error,) = errors(*alone, "teachers.code.path=other")
+    assert "different tokenizers" in error and "teachers.code.path" in error
+
+
+def test_tasks_have_the_teacher_that_names_them(workspace: Path) -> None:
+    config = load(
+        "config.yaml", ("teachers={math: {path: model}, code: {path: model, tasks: [c, d]}}",)
+    ).valid()
+    assert teacher_of_task(config) == {"math": "teachers.math", "c": "teachers.code", "d": "teachers.code"}
+
+
+def test_a_server_that_gets_no_requests_is_said(workspace: Path) -> None:
+    section = "teacher_server={url: 'http://127.0.0.1:9/v1', model: big}"
+    report = check_config(load("config.yaml", (section,)), 4, patience=0)
+    assert not report.errors
+    assert any("the teacher's server gets no requests" in str(item) for item in report.warnings)
 
 
 def test_a_teacher_that_nothing_reads_is_said(workspace: Path) -> None:

@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
+from megatron_rl.cli.formulas import FORMULAS
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -285,15 +286,26 @@ def test_examples_and_translated_recipes_pass_check(
         assert code == 0, shown
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ppo_reward_model", "launch/examples/ppo_reward_model/run.yaml"),
+        ("llama_64gpu", "configs/llama3.1-70b-64gpu.yaml"),
+    ],
+)
 def test_the_picture_is_what_check_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    example = "launch/examples/ppo_reward_model/run.yaml"
-    assert main(["check", example, "--picture", str(tmp_path / "roles.svg")]) == 0
+    command = ["check", config, "--without-files", "--picture"]
+    assert main([*command, str(tmp_path / "roles.svg")]) == 0
     drawn = (tmp_path / "roles.svg").read_text(encoding="utf-8")
-    assert drawn == (ROOT / "docs/images/ppo_reward_model.svg").read_text(encoding="utf-8")
-    assert main(["check", example, "--picture", str(tmp_path / "no/roles.svg")]) == 2
+    assert drawn == (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8")
+    assert main([*command, str(tmp_path / "no/roles.svg")]) == 2
     assert "--picture" in capsys.readouterr().err
 
 
@@ -307,6 +319,20 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
     """Write them with ``python docs/images/draw.py``."""
     for name, text in drawings().items():
         assert (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8") == text, name
+
+
+def test_every_equation_of_an_algorithm_is_a_formula() -> None:
+    page = reference.algorithms_page()
+    assert [plain for plain, tex in FORMULAS.items() if f"$`{tex}`$" not in page] == []
+    # Code outside of examples that is no formula: conditions on settings.
+    text = re.sub(r"(?m)^    .*$|\$`[^`]+`\$", "", page)
+    code = {" ".join(match.split()) for match in re.findall(r"`([^`]+)`", text)}
+    equations = {item for item in code if re.search(r" [=+/^<>-] |sum_|\|", item)}
+    assert equations == {
+        "clip_high > clip_low",
+        "c = dual_clip > 1",
+        "covariance_low < covariance < covariance_high",
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -28,7 +28,7 @@ def test_extras_name_the_versions_that_are_tried() -> None:
     extras = names["EXTRAS"]
     for extra in ("cpu", "gpu"):
         wanted = {need.name: need.specifier for need in map(Requirement, extras[extra])}
-        for name, version in machine.TRIED.items():
+        for name, version in machine.TESTED_VERSIONS.items():
             specifier = wanted.get(name, wanted.get(f"{name}-cpu"))
             assert specifier is not None and specifier.contains(version), (extra, name)
     vllm = Requirement(next(need for need in extras["gpu"] if "vllm" in need)).specifier
@@ -82,7 +82,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     assert not missing & {"torch", "transformer-engine", "apex", "nvidia-cudnn-cu13"}
     other = container(tmp_path / "other", torch="2.9.0", apex="0.1")
     done = before_install(other, tmp_path / "missing.txt")
-    assert done.returncode == 1 and "torch: 2.9.0 is here" in done.stdout and "fix:" in done.stdout
+    assert done.returncode == 1 and "torch: 2.9.0 is installed" in done.stdout and "fix:" in done.stdout
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
@@ -90,7 +90,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     python = str(other / "bin/python")
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told
-    assert importlib.metadata.version("torch").startswith(machine.TRIED["torch"])
+    assert importlib.metadata.version("torch").startswith(machine.TESTED_VERSIONS["torch"])
 
 
 def test_a_driver_that_cannot_run_the_stack_is_named_before_anything_is_downloaded(tmp_path: Path) -> None:

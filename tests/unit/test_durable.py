@@ -100,7 +100,7 @@ def test_one_flipped_bit_is_found(tmp_path_factory, place: int, bit: int) -> Non
     content = bytearray((path / "a.bin").read_bytes())
     content[place] ^= 1 << bit
     (path / "a.bin").write_bytes(content)
-    assert damages(path) == ["a.bin has other content than was written"]
+    assert damages(path) == ["a.bin has different content than when it was written"]
 
 
 def test_a_folder_replaces_another_of_its_name(tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ class Liar(Environment):
     [
         ("Guess", {"lo": 1}, "did you mean"),
         ("Guess", {"low": "x"}, "wrong type"),
-        ("Way", {"low": 1}, "cannot be made of its settings"),
-        ("Truncated", {}, "is no environment"),
+        ("Way", {"low": 1}, "cannot be constructed from its settings"),
+        ("Truncated", {}, "is not an environment"),
         ("Nothing", {}, "Nothing"),
     ],
 )

@@ -230,6 +230,17 @@ def test_a_model_that_can_only_be_planned_says_what_it_needs(workspace: Path) ->
     assert "LayerNorm" in error and "two matrices" in error
 
 
+def test_a_model_of_an_unknown_family_says_which_keys_nothing_reads(workspace: Path) -> None:
+    save_model("qwen2", workspace / "new")
+    config = json.loads((workspace / "new/config.json").read_text())
+    config |= {"architectures": ["NewForCausalLM"], "model_type": "new", "mamba_d_state": 16}
+    config["layer_types"] = ["mamba", "full_attention"] * 2
+    (workspace / "new/config.json").write_text(json.dumps(config))
+    (error,) = refusals(workspace / "new")
+    assert "which needs layers of type mamba" in error
+    assert "this package does not read mamba_d_state\n" in error, error
+
+
 def test_the_page_of_models_lists_the_table() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("# Models\n")[2]
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])

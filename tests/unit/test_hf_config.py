@@ -15,7 +15,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles, shard_files
 from megatron_rl.hf.weights import check_tensors
-from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotation
+from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotary_frequencies
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
@@ -41,7 +41,7 @@ def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe"])
 def test_rotary_frequencies_are_those_of_transformers(family):
     model = make_model(family)
-    frequencies, magnitude = rotation(model.config)
+    frequencies, magnitude = rotary_frequencies(model.config)
     assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
     assert magnitude == model.model.rotary_emb.attention_scaling
 
@@ -59,7 +59,7 @@ def test_layers_with_a_window_have_rotary_angles_and_a_factor_of_their_own(publi
         config = read_hf_config(tmp_path)
 
     rotary = model.model.rotary_emb
-    frequencies, magnitude = rotation(config)
+    frequencies, magnitude = rotary_frequencies(config)
     assert torch.equal(
         frequencies, torch.cat((rotary.sliding_attention_inv_freq, rotary.full_attention_inv_freq))
     )

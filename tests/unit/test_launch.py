@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM
-from megatron_rl.planning.machine import TRIED
+from megatron_rl.planning.machine import TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -46,6 +46,31 @@ def test_wrong_arguments_exit_with_2(command: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart.sh", "local.sh"])
+def test_torchrun_starts_the_processes_without_a_warning(name: str, tmp_path: Path) -> None:
+    script = (LAUNCH / name).read_text(encoding="utf-8")
+    start = script.index("# Rendezvous in a file")
+    # The script's own lines, with another program at their end.
+    command = script[start:].replace(".venv/bin/python", sys.executable)
+    started = r'(-m megatron_rl train .*|"\$\{program\[@\]\}" "\$@")$'
+    command = re.sub(started, '"$@"', command, flags=re.MULTILINE)
+    program = tmp_path / "ranks.py"
+    program.write_text(
+        "import os; os.write(1, (os.environ['RANK'] + os.environ['WORLD_SIZE'] + ' ').encode())"
+    )
+
+    result = subprocess.run(
+        ["bash", "-euc", f"processes=4\n{command}", name, str(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert sorted(result.stdout.split()) == ["04", "14", "24", "34"], result
+    assert result.stderr == ""
+
+
 def test_setup_compares_the_driver_before_it_downloads(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -118,7 +143,7 @@ def test_gpu_constraints_pin_every_package_once_at_the_versions_that_are_tried(l
     assert len(versions) == len(lines)
     # Megatron-Core is another one on each version of Python, and torch with each series of vLLM.
     python, series = re.findall(r"-(py\d+)-vllm([\d.]+)$", lock.stem)[0]
-    wanted = TRIED | {"megatron-core": {"py311": "0.16.1", "py312": "0.19.2"}[python]}
+    wanted = TESTED_VERSIONS | {"megatron-core": {"py311": "0.16.1", "py312": "0.19.2"}[python]}
     wanted |= {"torch": TORCH_OF_VLLM[series], "vllm": f"{series}.0"}
     assert versions.items() >= wanted.items()
 

@@ -80,6 +80,18 @@ def test_distributions_over_some_tokens_only(chunk):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_a_pass_at_half_the_temperature_gives_the_sum_of_squared_probabilities(cap):
+    states, weight, targets, temperature, vocabulary = _case()
+    shard = VocabularyShard(0, vocabulary, ALONE, cap)
+    log_probs, _ = vocab_parallel_log_probs(states, weight, targets, temperature, shard)
+    sharp, _ = vocab_parallel_log_probs(states, weight, targets, temperature / 2, shard)
+    logits = states @ weight[:vocabulary].T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    wanted = (logits / temperature[:, None]).softmax(-1).square().sum(-1)
+    torch.testing.assert_close((2 * log_probs - sharp).exp(), wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_gradcheck():
     states, weight, targets, temperature, vocabulary = _case(rows=4, hidden=3, vocabulary=5, padded=6)
     shard = VocabularyShard(0, vocabulary, ALONE)
@@ -98,7 +110,9 @@ def test_shards_combine_to_the_whole(parts, truncated):
     for part in range(parts):
         shard = VocabularyShard(part * rows, vocabulary, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
-        stats.append(module.statistics(states.detach(), local, targets, temperature, shard, 4, support))
+        stats.append(
+            module.softmax_statistics(states.detach(), local, targets, temperature, shard, 4, support)
+        )
     _, found, entropy = module._combine(torch.stack(stats))
     wanted, wanted_entropy = vocab_parallel_log_probs(
         states, weight, targets, temperature, VocabularyShard(0, vocabulary, ALONE), support=support
@@ -114,7 +128,7 @@ def test_parts_of_shards_merge_in_any_order():
 
     def part(first: int, last: int) -> torch.Tensor:
         shard = VocabularyShard(first, min(last, vocabulary), ALONE)
-        return module.statistics(states, weight[first:last], targets, temperature, shard, 4)
+        return module.softmax_statistics(states, weight[first:last], targets, temperature, shard, 4)
 
     parts = [part(first, first + 4) for first in (0, 4, 8, 12)]
     halves = [module._merge(torch.stack(parts[half : half + 2])) for half in (0, 2)]
@@ -181,10 +195,10 @@ def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkey
     module.kernels_work.cache_clear()
     assert module.kernels_work(torch.bfloat16)
 
-    exact = module.statistics
+    exact = module.softmax_statistics
     monkeypatch.setattr(
         module,
-        "statistics",
+        "softmax_statistics",
         lambda hidden, weight, *rest, **options: exact(hidden.float(), weight.float(), *rest, **options),
     )
     monkeypatch.setattr(module, "_product", lambda left, right: (left @ right).float())

@@ -157,7 +157,9 @@ def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
     for part in range(parts):
         shard = VocabularyShard(part * rows, VOCABULARY, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
-        stats.append(module.statistics(states.detach(), local, targets, temperature, shard, 4, rules=rules))
+        stats.append(
+            module.softmax_statistics(states.detach(), local, targets, temperature, shard, 4, rules=rules)
+        )
     normaliser, found, entropy = module._combine(torch.stack(stats))
     wanted = expected(states, weight, targets, temperature, places)
     torch.testing.assert_close(found, wanted[0].detach(), rtol=1e-12, atol=1e-12)

@@ -20,7 +20,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export, export_adapters
-from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
 from megatron_rl.megatron.model import ParallelModel, build_model
@@ -174,11 +174,11 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
     save_model("llama", tmp_path / "other", seed=1, num_hidden_layers=2)
     model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
     export(model, tmp_path / "split", file_bytes=100_000)
-    note_base(model, tmp_path / "base")
+    record_base_checksum(model, tmp_path / "base")
     checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1})
-    note_base(model, tmp_path / "split")
+    record_base_checksum(model, tmp_path / "split")
     checkpoint.load_model(tmp_path / "step_1", model)
-    note_base(other, tmp_path / "other")
+    record_base_checksum(other, tmp_path / "other")
     with pytest.raises(UserError, match="another base") as caught:
         checkpoint.load_model(tmp_path / "step_1", other)
     assert "model.path" in (caught.value.fix or "")
@@ -192,7 +192,7 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
         ("qwen2", {"targets": ("linear_qkv",)}, {"target_modules": ["o_proj"]}, "also adapts other layers"),
         ("qwen2", {}, {"use_dora": True}, "uses PEFT's use_dora"),
         ("qwen2", {}, {"alpha_pattern": {"q_proj": 4}}, "uses PEFT's alpha_pattern"),
-        ("qwen3-moe", {"targets": MLP, "sync": "adapter"}, {}, "experts cannot be synced apart"),
+        ("qwen3-moe", {"targets": MLP, "sync": "adapter"}, {}, "experts cannot be synced separately"),
         ("qwen2", {}, {"target_parameters": ["mlp.experts.gate_up_proj"]}, "uses PEFT's target_parameters"),
         ("deepseek-v3", {"targets": ("linear_qkv",)}, {}, "latent attention has no such layer"),
     ],

@@ -15,13 +15,13 @@ from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimi
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.hf.megatron_source import read_pointed
+from megatron_rl.hf.megatron_source import read_pointed_checkpoint
 from megatron_rl.interop.megatron_lm.optimizer_buffers import Order, flat_parameters
 from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.megatron.adoption import adopt_model
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.shapes.pretrained import read_pretrained
 from tests.hf_models import save_model
 from tests.model_providers import own_groups, set_up
@@ -72,7 +72,7 @@ def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):
     expected = saved_by_a_script(tmp_path / "iter_0000007", tmp_path / "hf", theirs)
     path = resumed_from(tmp_path / "iter_0000007", tmp_path / "hf", tmp_path / "run")
     model = model_at(path)
-    wrap(model, ours)
+    wrap_in_ddp(model, ours)
     settings = OptimizerConfig(learning_rate=1e-2, epsilon=1e-2, distributed=ours)
     optimizer = Optimizer(model, settings, steps=9)
     load_optimizer(optimizer, path)
@@ -122,7 +122,7 @@ def test_buffers_with_other_weights_than_the_model_are_refused(tmp_path):
     save_model("qwen2", tmp_path / "hf")
     saved_by_a_script(tmp_path / "iter_0000007", tmp_path / "hf", "dp_reshardable")
     path = resumed_from(tmp_path / "iter_0000007", tmp_path / "hf", tmp_path / "run")
-    checkpoint = read_pointed(path)
+    checkpoint = read_pointed_checkpoint(path)
     assert checkpoint.describe_optimizer() == "Adam resumes from 2 steps, in buffers of TP1 DP1"
     (bucket,) = checkpoint.buffers["param"].values()
     chunk = bucket.chunks[5]
@@ -136,9 +136,9 @@ def test_buffers_with_other_weights_than_the_model_are_refused(tmp_path):
         file.seek(chunk.offset)
         file.write(content.getvalue())
     model = model_at(path)
-    wrap(model, True)
+    wrap_in_ddp(model, True)
     optimizer = Optimizer(model, OptimizerConfig(distributed=True), steps=9)
-    with pytest.raises(UserError, match="hold other weights than its model does") as raised:
+    with pytest.raises(UserError, match="differ from the weights of its model") as raised:
         load_optimizer(optimizer, path)
     assert says(raised.value, "where:.*model.resume_optimizer.*got:.*model.layers.3.*fix:.*starts from zero")
 
@@ -149,7 +149,7 @@ def test_parameters_lie_in_buffers_where_megatron_puts_them(family, bucket_size,
     save_model(family, tmp_path / "hf")
     model = model_at(tmp_path / "hf")
     overlap = {"overlap_grad_reduce": bucket_size is not None, "bucket_size": bucket_size}
-    wrap(model, True, overlap)
+    wrap_in_ddp(model, True, overlap)
     (wrapped,), sizes, places = model.wrapped, {}, {}
     names = {parameter: name for name, parameter in model.chunks[0].named_parameters()}
     for part, buffers in enumerate((wrapped.buffers, wrapped.expert_parallel_buffers)):

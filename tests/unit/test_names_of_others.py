@@ -22,7 +22,7 @@ TABLE = {
     for written, answer in answers.items()
 }
 WRITE = re.compile(r"write `([a-z0-9_.]+)(?:: (.*?))?`(, or remove the line)?$")
-MOST_FIXES = 3
+MAX_FIXES = 3
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def follow(written: str) -> tuple[str, str]:
     key, _, value = written.partition("=")
     base = ["algorithm.name=ppo"] if "critic" in key else []  # which has a critic
     line, answer, fix = written, "", ""
-    for _ in range(MOST_FIXES):
+    for _ in range(MAX_FIXES):
         errors = errors_of(*base, *([line] if line else []))
         if not errors:
             return answer or "ready", fix

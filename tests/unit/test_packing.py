@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.megatron.packing import balance, bin_packing, fewest_bins, pack_rows, partition, row_work
+from megatron_rl.megatron.packing import (
+    balance_work,
+    bin_packing,
+    min_bins_bound,
+    pack_rows,
+    partition_rows,
+    row_work,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -16,7 +23,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
 def test_every_row_has_one_place_and_counts_are_equal(lengths, data_parallel, budget, multiple):
-    parts = partition(lengths, data_parallel, budget, multiple)
+    parts = partition_rows(lengths, data_parallel, budget, multiple)
     assert sorted(row for share in parts for micro in share for row in micro) == list(range(len(lengths)))
     counts = {len(share) for share in parts}
     assert len(parts) == data_parallel and len(counts) == 1 and counts.pop() % multiple == 0
@@ -42,7 +49,7 @@ def test_bins_are_as_few_as_can_be(lengths, budget):
     assert sorted(item for part in bins for item in part) == list(range(len(lengths)))
     assert all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in bins)
     fewest = fewest_by_trying(lengths, budget)
-    assert fewest_bins(lengths, budget) <= fewest == len(bins)
+    assert min_bins_bound(lengths, budget) <= fewest == len(bins)
 
 
 def test_a_packing_that_best_fit_misses_is_found():
@@ -55,7 +62,7 @@ def test_a_packing_that_best_fit_misses_is_found():
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 200))
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_as_few_as_packing_all_rows_together_allows(lengths, data_parallel, budget):
-    (count,) = {len(share) for share in partition(lengths, data_parallel, budget)}
+    (count,) = {len(share) for share in partition_rows(lengths, data_parallel, budget)}
     assert count == max(1, -(-len(bin_packing(lengths, budget)) // data_parallel))
 
 
@@ -83,7 +90,7 @@ def test_realistic_rows_are_hardly_padded_few_and_balanced(kind, ranks, tensor):
     for seed in range(3):
         lengths = responses(kind, rows, longest, seed)
         budget = max(2 * (longest + 300), -(-sum(lengths) // (ranks * 4)))
-        shares = partition(lengths, ranks, budget, tokens_per_quadratic=12.0 * 4096)
+        shares = partition_rows(lengths, ranks, budget, tokens_per_quadratic=12.0 * 4096)
         micros = [sum(lengths[row] for row in micro) for share in shares for micro in share]
         # Sequence parallelism cuts a micro-batch into equal parts.
         padding = sum(-tokens % tensor or (0 if tokens else tensor) for tokens in micros)
@@ -97,12 +104,12 @@ def test_realistic_rows_are_hardly_padded_few_and_balanced(kind, ranks, tensor):
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=50), st.integers(1, 8))
 def test_balance_is_within_the_bound_of_the_longest_first_rule(work, parts):
-    loads = [sum(work[item] for item in part) for part in balance(work, parts)]
+    loads = [sum(work[item] for item in part) for part in balance_work(work, parts)]
     assert max(loads) <= sum(work) / parts + max(work) + 1e-6
 
 
 def test_balance_of_equal_work_is_even():
-    assert sorted(len(part) for part in balance([1.0] * 12, 4)) == [3, 3, 3, 3]
+    assert sorted(len(part) for part in balance_work([1.0] * 12, 4)) == [3, 3, 3, 3]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))

@@ -1,4 +1,7 @@
-"""Every page, rendered to HTML and measured in a browser: nothing is cut, and nothing scrolls sideways."""
+"""Every page, rendered to HTML and measured in a browser: nothing is cut, and nothing scrolls sideways.
+
+Formulas are drawn: GitHub and the browser read the same TeX.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.formulas import FORMULAS
 from tests import browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +31,11 @@ MEASURE = """
   for (const code of document.querySelectorAll('article pre > code'))
     if (code.scrollWidth > code.clientWidth + 2 || code.getBoundingClientRect().right > width)
       problems.push(`code: ${text(code)}`);
+  for (const formula of document.querySelectorAll('article math')) {
+    const box = formula.getBoundingClientRect();
+    if (box.right > width || box.width < 5 || box.height < 5 || formula.querySelector('merror'))
+      problems.push(`formula: ${formula.textContent.slice(0, 70)}`);
+  }
   for (const picture of document.querySelectorAll('article img'))
     if (!picture.naturalWidth || picture.getBoundingClientRect().right > width)
       problems.push(`picture: ${picture.src}`);
@@ -76,6 +85,7 @@ def test_no_page_cuts_a_table_or_code_at_the_width_of_a_laptop_or_a_phone(
     pages = sorted(site.rglob("index.html"))
     assert len(pages) > 40
 
+    formulas = 0
     with browser.Browser(path, WIDTHS[0]) as window:
         for page in pages:
             window.open(page)
@@ -84,7 +94,10 @@ def test_no_page_cuts_a_table_or_code_at_the_width_of_a_laptop_or_a_phone(
                 found = window.value(MEASURE)
                 name = page.parent.relative_to(site)
                 problems += [f"{name} at {width} pixels: {problem}" for problem in found]
+            formulas += window.value("document.querySelectorAll('article math').length")
+            assert not window.value("document.querySelector('article').innerText.includes('\\\\frac')")
     assert not problems
+    assert formulas >= len(FORMULAS), "the formulas of the algorithms"
 
 
 @pytest.mark.browser

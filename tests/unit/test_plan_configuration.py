@@ -13,7 +13,8 @@ from megatron_rl.cli.main import main
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.learn import TrainChoice, network_bytes
 from megatron_rl.shapes.hardware import load_constants
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
+from megatron_rl.shapes.memory import Layers, OptimizerChoice, representative_stages, training_memory
 from megatron_rl.shapes.published import load_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,12 +76,12 @@ def test_a_critic_is_planned_with_its_roles(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((CONFIG, "--prompts", "64"), "--prompts describes a model's job"),
-        ((CONFIG, "--algorithm", "ppo"), "--algorithm describes a model's job"),
+        ((CONFIG, "--prompts", "64"), "--prompts describes the job of a plain model"),
+        ((CONFIG, "--algorithm", "ppo"), "--algorithm describes the job of a plain model"),
         ((CONFIG, "--gpus", "0"), "`--gpus` is out of range"),
         ((CONFIG, "steps=0"), "`steps` is out of range"),
         ((CONFIG, "--gpu", "h300"), "'h300', which is not a choice"),
-        (("qwen2-7b", "steps=3", "--gpus", "8"), "overrides are of a configuration"),
+        (("qwen2-7b", "steps=3", "--gpus", "8"), "overrides apply to a configuration"),
         (("gone.yaml",), "gone.yaml"),
         (("configs/quickstart.yaml",), "this configuration cannot be planned"),
         (("configs/recipes/distillation.yaml",), "this configuration cannot be planned"),
@@ -114,3 +115,32 @@ def test_bytes_across_nodes_are_those_of_groups_across_nodes() -> None:
     stages = TrainChoice(shape, ParallelLayout(ranks, tensor=2, pipeline=2, sequence_parallel=True))
     sent = network_bytes(stages, batch, two_nodes)
     assert sent == {"activations": pytest.approx(2 * 2 * shape.hidden * tokens / 4 / 2)}
+
+
+@pytest.mark.parametrize("model", ["GLM-4.7", "DeepSeek-V3", "Qwen3.5-27B", "Llama-3.1-70B-Instruct"])
+@pytest.mark.parametrize("pipeline", [4, 8, 16, 32])
+def test_the_fullest_stage_is_one_of_those_that_are_estimated(model: str, pipeline: int) -> None:
+    """A stage of dense layers alone comes before the stages with experts, which have other sizes."""
+    shape = load_shape(str(ROOT / "configs/models" / model))
+    layout = ParallelLayout(tuple(range(2 * pipeline)), tensor=2, pipeline=pipeline)
+    stages = default_stage_layers(shape.layers, pipeline)
+
+    def memory(stage: int) -> float:
+        optimizer = OptimizerChoice()
+        return training_memory(
+            shape, layout, stages, stage, optimizer, Layers(2, True, "none"), 4096, 8
+        ).total
+
+    estimated = representative_stages(shape, stages)
+    assert max(map(memory, estimated)) == max(map(memory, range(pipeline)))
+    assert len(estimated) < pipeline or pipeline == 4
+
+
+@pytest.mark.slow
+def test_a_model_with_dense_layers_at_its_start_has_layouts_that_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plans.json"
+    assert main(["plan", "configs/bench/glm-4.7-256gpu.yaml", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert len(json.loads(out.read_text())) > 1, shown

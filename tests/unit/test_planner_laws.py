@@ -26,7 +26,6 @@ from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, saved_activation_bytes
-from megatron_rl.shapes.model import LayerKind
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
@@ -78,7 +77,8 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
 
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
-    shape, plain = load_shape("gpt-177b-megatron"), LayerKind(linear=False, experts=False)
+    shape = load_shape("gpt-177b-megatron")
+    plain = shape.block(0)
     unsharded = saved_activation_bytes(shape, plain, 1, 1, 1, "none")
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)
@@ -135,10 +135,10 @@ def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algo
 
     for plan in simple:
         assert plan.step.total <= (1.0 + SIMPLER) * fastest[plan.name].step.total
-        assert plan.stages <= fastest[plan.name].stages or plan.reasons
+        assert plan.largest_pipeline <= fastest[plan.name].largest_pipeline or plan.reasons
         # Deep pipelines and groups that share nodes give their reasons, and nothing else does.
         reasons = " ".join(plan.reasons)
-        assert (f"{plan.stages} pipeline stages: " in reasons) == (plan.stages > 1)
+        assert (f"{plan.largest_pipeline} pipeline stages: " in reasons) == (plan.largest_pipeline > 1)
         sizes = [*plan.gpus_per_group, *([plan.rollout_gpus] if plan.rollout_gpus else [])]
         shares_nodes = gpus > 8 and any(size % 8 and 8 % size for size in sizes)
         assert not shares_nodes or "share nodes" in reasons
@@ -149,7 +149,7 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
     for algorithm in ROLES:
         asked = replace(problem("qwen2.5-7b", 16, algorithm=algorithm), batch=batch, shared_stage_split=True)
         first, *_ = search_simple(asked).plans
-        assert first.stages <= 2 and not any(size % 8 for size in first.gpus_per_group)
+        assert first.largest_pipeline <= 2 and not any(size % 8 for size in first.gpus_per_group)
         split = next(plan for plan in search_simple(asked).plans if plan.rollout_gpus)
         is_aligned = (split.gpus_per_group, split.rollout_gpus) == ([8], 8)
         assert is_aligned or any("whole nodes" in reason for reason in split.reasons)
@@ -226,9 +226,11 @@ def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
 def test_length_distribution_has_its_mean(mean: float, longest: float) -> None:
     lengths = response_lengths(mean, longest, "variable")
     steps = 40_000
-    integral = sum(lengths.alive((i + 0.5) * longest / steps) for i in range(steps)) * longest / steps
+    integral = (
+        sum(lengths.fraction_longer((i + 0.5) * longest / steps) for i in range(steps)) * longest / steps
+    )
     assert integral == pytest.approx(mean, rel=1e-3)
-    assert lengths.alive(longest) == 0.0
+    assert lengths.fraction_longer(longest) == 0.0
     assert attended_context(100.0, lengths) > (100.0 + mean) / 2
 
 

@@ -86,5 +86,5 @@ def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: py
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="files that are not of a proof"):
+    with pytest.raises(UserError, match="files that no proof has written"):
         proof._write_material(tmp_path, 2, on_host=True)

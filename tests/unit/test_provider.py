@@ -23,7 +23,7 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.adoption import adopt_model
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.megatron.provider import global_groups, load_provider
 from megatron_rl.megatron.schedule import forward_backward
@@ -68,7 +68,7 @@ def stepped(model: Any, optimizer: Optimizer | None = None) -> dict[str, torch.T
     """Return a model's weights by Megatron's names after a step, and the log-probs that it learned from."""
     batch = batch_of([7, 9, 2, 12, 5])
     if optimizer is None:
-        wrap(model, True)
+        wrap_in_ddp(model, True)
         optimizer = Optimizer(model, OptimizerConfig(learning_rate=1e-2, epsilon=1e-2), steps=2)
     optimizer.zero_grad()
 
@@ -151,7 +151,7 @@ def test_a_scripts_own_model_and_optimizer_take_the_step_of_ours(tmp_path: Path)
         model = adopt_model(wrapped, read_hf_config(tmp_path))
         load_weights(model, tmp_path)
         optimizer.reload_model_params()
-        found = stepped(model, Optimizer.adopted(model, optimizer, scheduler, increment=4))
+        found = stepped(model, Optimizer.from_script(model, optimizer, scheduler, increment=4))
     assert scheduler.num_steps == 4
     for key, value in expected.items():
         torch.testing.assert_close(found[key][: len(value)], value, rtol=0, atol=2e-6)

@@ -14,7 +14,7 @@ from megatron_rl.shapes.layout import FIRST, LAST, ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.traffic import (
-    assign,
+    assign_columns,
     best_rank_order,
     gathered_bytes,
     received_by_peers,
@@ -34,7 +34,7 @@ def test_assignment_is_the_best_there_is(data):
     costs = data.draw(
         st.lists(st.lists(st.integers(0, 9), min_size=places, max_size=places), min_size=rows, max_size=rows)
     )
-    found = assign(costs, capacity)
+    found = assign_columns(costs, capacity)
     assert sorted(found) == sorted(list(range(places)) * capacity)
 
     def price(assignment):
@@ -46,7 +46,7 @@ def test_assignment_is_the_best_there_is(data):
 
 
 def test_equal_costs_keep_the_order():
-    assert assign([[5, 5]] * 4, 2) == [0, 1, 0, 1]
+    assert assign_columns([[5, 5]] * 4, 2) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

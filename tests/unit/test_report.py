@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
 import os
 import re
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from PIL import Image
 from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer import curves, report
+from megatron_rl.trainer import curves, report, report_samples
 from megatron_rl.trainer.compare import compare
 from megatron_rl.trainer.logging import MetricsLog
 from megatron_rl.trainer.report import PhaseTime
 from megatron_rl.trainer.sample_log import write_rollouts
+from megatron_rl.trainer.starts import Start, command_text, write_start
 from tests.browser import Browser, executable
 
 
@@ -60,11 +62,14 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
     rows = [list(row) for row in report.summary(read_metrics(folder.metrics), {})]
     assert [row for row in page.rows if row in rows] == rows, "the numbers of the metrics"
     assert "seed: 1 # &lt;&amp;&gt;" in text and 'name="viewport"' in text
-    assert {"eval/held_out/accuracy", "response length (tokens)", "time of a step (s)"} <= {*page.pictures}
-    for source in page.pictures.values():
-        kind, _, data = source.partition(",")
-        assert kind == "data:image/svg+xml;base64" and b"</svg>" in base64.b64decode(data)
-    assert not re.search(r"(src|href)='(?!data:)", text), "self-contained"
+    assert {"eval/held_out/accuracy", "response length (tokens)"} <= {*page.charts}
+    (accuracy,) = page.charts["eval/held_out/accuracy"]["curves"]
+    assert (accuracy["steps"], accuracy["values"][-1]) == ([0, 10, 20, 30], 0.9)
+    flat = [title for title, chart in page.charts.items() if chart["flat"]]
+    assert flat == ["response length (tokens)", "invalid rewards (share)", "seconds of a step"]
+    (times,) = [chart for chart in page.charts.values() if chart["stacked"]]
+    assert [curve["label"] for curve in times["curves"]] == ["generate", "learn"]
+    assert not re.search(r"""(src|href)=["']|@import|url\(""", text), "self-contained"
     with Image.open(folder.curve) as picture:
         assert picture.width > 1200 and len(picture.convert("RGB").getcolors(1 << 24) or []) > 20
 
@@ -104,7 +109,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.slow
 def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> None:
     page = Page(sampled.report.read_text())
-    assert len(page.scripts) == 2 and page.tags.count("script") == 2, "no text ends a script or begins one"
+    assert len(page.scripts) == 4 and page.tags.count("script") == 4, "no text ends a script or begins one"
     told = scripted(
         page,
         """
@@ -116,22 +121,149 @@ def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> N
         set('finish', ''); set('low', '0.6'); results.good = texts('facts');
         set('low', ''); set('short', '2'); set('long', '8'); results.short = texts('facts');
         set('short', ''); set('long', ''); set('text', 'xxx'); results.long = texts('response');
+        results.address = location.hash;
         elements.list.children[0].children.at(-1).listeners.click();
         results.one = texts('prompt'); results.words = elements.count.textContent;
         elements.all.listeners.click(); results.again = texts('prompt').length;
+        set('text', ''); results.newest = texts('facts').map(facts => facts.split(' · ')[0]);
+        set('sort', 'best'); results.best = texts('facts')[0]; results.worst = texts('facts').at(-1);
+        location.hash = '#step=2&mark=invalid'; listeners.hashchange();
+        results.invalid = texts('facts'); results.kept = elements.kept.textContent;
+        results.chosen = elements.step.value + elements.sort.value;
         """,
     )
     assert told["all"] == "7 of 7 samples" and told["sets"] == ["held_out", "training"]
     assert told["steps"] == ["1", "2", "30"] and told["texts"] == [HOSTILE]
-    assert told["stopped"][1] == "step 2 · training · reward failed · 2 tokens · stop"
+    failed = "step 2 · training · reward failed · 2 tokens · stop · invalid"
+    assert told["stopped"][1] == failed
     assert told["good"] == [
-        "step 30 · held_out · reward 1",
-        "step 30 · training · reward 1 · 30 tokens · stop",
+        "step 30 · held_out · reward 1 · worst · best",
+        "step 30 · training · reward 1 · 30 tokens · stop · best · longest",
     ]
-    assert told["short"] == ["step 2 · training · reward failed · 2 tokens · stop"]
+    assert told["short"] == [failed]
     assert told["long"] == ["x" * 4000 + " … (1000 more characters)"] * 3
     assert told["one"] == ["2+2="] * 3 and told["words"] == "3 of 7 samples (one prompt over steps)"
     assert told["again"] == 3
+    assert told["address"] == "#text=xxx", "the filters"
+    assert told["newest"] == ["step 30"] * 3 + ["step 2"] * 2 + ["step 1"] * 2
+    assert told["best"].startswith("step 30 · held_out · reward 1") and told["worst"] == failed
+    assert told["invalid"] == [failed] and told["chosen"] == "2"
+    assert told["kept"] == "This page has 2 of 2 samples of step 2."
+
+
+def write_groups(folder: RunFolder, step: int, groups: int = 64, size: int = 8) -> None:
+    """Write a step whose rewards, lengths and components differ from sample to sample."""
+    count = groups * size
+    rewards = [(row * 7 % 11) / 10 for row in range(count)]
+    rewards[300 % count] = math.nan
+    write_rollouts(
+        folder,
+        step,
+        {
+            "prompt": [f"{row // size}+{step}=" for row in range(count)],
+            "response": [f"answer {row}" for row in range(count)],
+            "ground_truth": [str(row // size + step) for row in range(count)],
+            "length": [1 + row * 13 % 97 for row in range(count)],
+            "finish_reason": [0] * count,
+            "group": [row // size for row in range(count)],
+            "component/right": [row % 2 for row in range(count)],
+            "component/near": [0.25] * count,
+            "advantage": [None if math.isnan(reward) else reward - 0.5 for reward in rewards],
+            "reward": rewards,
+        },
+    )
+
+
+def test_every_step_keeps_its_worst_best_longest_and_invalid_samples_with_their_groups(
+    tmp_path: Path,
+) -> None:
+    folder = run(tmp_path, steps=3, optional=False)
+    for step in (1, 2, 3):
+        write_groups(folder, step)
+    samples = report.stored_samples(folder)
+    assert samples.counts[0] == {"set": "training", "step": 1, "stored": 512, "shown": 32}
+    for step in (1, 2, 3):
+        rows = [row for row in samples.rows if row["step"] == step]
+        marked = {mark: [row for row in rows if mark in row["marks"]] for mark in report_samples.MARKS}
+        assert len(rows) == 32 and all(marked.values()), marked
+        assert {row["reward"] for row in marked["worst"]} == {0.0}
+        assert {row["reward"] for row in marked["best"]} == {1.0}
+        assert [row["length"] for row in marked["longest"]] == [97, 97]
+        assert [(row["reward"], row["advantage"]) for row in marked["invalid"]] == [(None, None)]
+        groups = Counter(row["group"] for row in rows)
+        assert sum(count == 8 for count in groups.values()) >= 3, "complete groups"
+        assert {row["group_size"] for row in rows} == {8}
+
+    # A run with more steps than the page has samples still has some of each.
+    select = report_samples.select_rows
+    assert select([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 4, spread=True) == {
+        0: ["worst"], 1: ["best", "longest"], 2: ["invalid"], 3: [],
+    }  # fmt: skip
+
+
+def test_the_samples_of_a_prompt_are_shown_side_by_side(tmp_path: Path) -> None:
+    folder = run(tmp_path, steps=2, optional=False)
+    write_groups(folder, 2)
+    told = scripted(
+        Page(report.write(folder.path, io.StringIO()).read_text()),
+        """
+        results.kept = elements.kept.textContent;
+        set('mark', 'best');
+        elements.list.children[0].children.find(child => child.className === 'beside').listeners.click();
+        const [group] = elements.list.children;
+        const columns = group.children.find(child => child.className === 'columns').children;
+        results.head = group.children.slice(0, 3).map(child => child.textContent);
+        results.columns = columns.map(sample => sample.children.map(child => child.textContent));
+        results.groups = elements.list.children.length; results.address = location.hash;
+        elements.all.listeners.click(); set('mark', ''); set('view', 'groups');
+        results.all = elements.list.children.length;
+        """,
+    )
+    assert told["kept"] == "This page has 32 of 512 samples of all steps."
+    facts, prompt, truth = told["head"]
+    assert facts == "step 2 · training · 8 of 8 samples of the prompt · reward 0 to 1, mean 0.525"
+    assert prompt == "0+2=" and truth == "ground truth: 2" and len(told["columns"]) == 8
+    best = next(column for column in told["columns"] if "best" in column[0])
+    assert best == ["reward 1 · right 1 · near 0.25 · advantage 0.5 · 40 tokens · stop · best", "answer 3"]
+    assert told["groups"] == 1 and "group=" in told["address"] and told["all"] > 3
+
+
+def test_the_page_begins_with_the_facts_of_the_run(tmp_path: Path) -> None:
+    folder = run(tmp_path / "mine", steps=3)
+    first = Start("2026-08-01T10:00:00+00:00", "python -m megatron_rl train run.yaml", "1f3a5b7c9d11")
+    second = replace(
+        first,
+        time="2026-08-02T10:00:00+00:00",
+        command="torchrun --nproc-per-node 4 -m megatron_rl train run.yaml",
+        working_revision="abc-dirty",
+        versions={"python": "3.12.1", "torch": "2.13.0"},
+        hardware={"host": "node7", "device": "host", "ranks": 4},
+    )
+    for start, resumed in ((first, False), (first, False), (second, True)):
+        write_start(folder, start, resumed=resumed)
+    page = Page(report.write(folder.path, io.StringIO()).read_text())
+    rows = dict(row for row in page.rows if len(row) == 2)
+    assert rows["started"] == "2026-08-01 10:00:00+00:00; 2 starts, the last 2026-08-02 10:00:00+00:00"
+    assert rows["command"] == second.command and rows["versions"] == "python 3.12.1, torch 2.13.0"
+    assert rows["revision"] == "1f3a5b7c9d11; abc-dirty of the folder in which it was started"
+    assert rows["hardware"] == "host node7, device host, ranks 4"
+    assert rows["duration"].endswith(" from the start to the last step; 0:06 in 3 steps")
+
+    # Neither a damaged record nor none stops a report.
+    folder.starts.write_text('[{"time": 1')
+    page = Page(report.write(folder.path, io.StringIO()).read_text())
+    assert ["duration", "0:06 in 3 steps"] in page.rows and not any("command" in row for row in page.rows)
+
+
+def test_the_recorded_command_has_no_secret() -> None:
+    words = ["/x/megatron_rl/__main__.py", "train", "a b.yaml", "reward.arguments.api_key=k1", "steps=2"]
+    words += ["reward.arguments={auth: {token: k2}}", "data.max_prompt_tokens=8"]
+    environment = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
+    text = command_text(words, environment)
+    assert text == (
+        "torchrun --nproc-per-node 8 --nnodes 2 -m megatron_rl train 'a b.yaml' "
+        "reward.arguments.api_key=(hidden) steps=2 reward.arguments=(hidden) data.max_prompt_tokens=8"
+    )
 
 
 @pytest.mark.slow
@@ -150,6 +282,7 @@ def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
         browser.open(sampled.report)
         cells = [row.split("\t") for row in browser.texts("tr")]
         assert [*map(list, report.summary(lines, {}))] == [row for row in cells if len(row) == 3][1:]
+        charts_are_drawn(browser)
         filters = (
             (("#step", 3), "3"),
             (("#finish", 1), "1"),
@@ -169,10 +302,17 @@ def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
             else:
                 browser.fill(field, value)
             assert browser.texts("#count") == [f"{count} of 7 samples"], (field, value)
+        # The address has the filters, and opens the same samples.
+        assert browser.value("location.hash") == "#text=xxx"
+        browser.open(sampled.report, "step=2&sort=best")
+        assert browser.texts("#count") == ["2 of 7 samples"] and "reward 0.5" in browser.texts(".facts")[2]
+        browser.value("document.querySelector('.over').scrollIntoView()")
         browser.click(".over")
+        browser.choose("#sort", 0)
         assert browser.texts("#count") == ["3 of 7 samples (one prompt over steps)"]
         assert browser.texts(".prompt") == ["2+2="] * 3
         browser.click("#all")
+        browser.choose("#step", 0)
         browser.fill("#text", "alert")
         assert browser.texts(".response") == [HOSTILE] * 3, "text stays text"
         looked_at(browser)
@@ -185,10 +325,38 @@ def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
         looked_at(browser)
 
 
+def charts_are_drawn(browser: Browser) -> None:
+    """Require values below the pointer, a range of steps that is zoomed in, and flat curves folded away."""
+    reward = browser.value(
+        "[...document.querySelectorAll('#curves figure')].findIndex(figure =>"
+        " figure.querySelector('figcaption').innerText === 'mean reward of the samples')"
+    )
+    legend = f"#curves figure:nth-child({reward + 1}) .legend"
+    chart = f"#curves figure:nth-child({reward + 1}) > svg"
+    assert browser.texts(legend) == ["step 30: 1, mean 0.95"]
+    browser.drag(chart, 0.5, 0.5)
+    (text,) = browser.texts(legend)
+    assert re.match(r"step 1[3-5]: 0\.4\d+, mean 0\.\d+", text), text
+    assert browser.texts("#flat summary")[0].startswith("3 flat curves: response length (tokens) 3; ")
+    assert not browser.value("document.querySelector('#flat figure').checkVisibility()")
+
+    # A drag zooms all charts; the button shows all steps again.
+    ticks = f"[...document.querySelectorAll('{chart} > text')].map(text => Number(text.textContent))"
+    assert browser.value(ticks)[-1] == 30 and not browser.value("whole.checkVisibility()")
+    browser.drag(chart, 0.4, 0.6)
+    assert 14 <= browser.value(ticks)[-1] <= 18 and browser.value("whole.checkVisibility()")
+    browser.click("#whole")
+    assert browser.value(ticks)[-1] == 30
+    browser.value(f"document.querySelector('{chart}').focus()")
+    browser.press("ArrowRight")
+    assert browser.texts(legend)[0].startswith("step 1: 0.03333")
+
+
 def looked_at(browser: Browser) -> None:
     """Require curves that are there, no script but the page's, and no more than the width of a phone."""
-    curves = browser.value("[...document.images].map(image => [image.complete, image.naturalWidth])")
-    assert len(curves) > 5 and all(complete and width > 100 for complete, width in curves)
+    paths = "[...document.querySelectorAll('.curves figure path')].map(path => path.getAttribute('d'))"
+    curves = browser.value(paths)
+    assert len(curves) > 5 and all(len(path) > 20 and "NaN" not in path for path in curves)
     for width in (1280, 390):
         browser.resize(width)
         assert browser.value("document.documentElement.scrollWidth") <= width
@@ -211,7 +379,7 @@ def test_conversations_are_shown_turn_by_turn(tmp_path: Path) -> None:
         "failure": [None, "timeout: 5 s"],
     }
     write_rollouts(folder, 1, columns)
-    turns = report.stored_samples(folder)[0][0]["turns"]
+    turns = report.stored_samples(folder).rows[0]["turns"]
     assert turns[1] == {"role": "policy", "content": HOSTILE, "tokens": 5, "calls": ['add {"a": 1}']}
     told = scripted(
         Page(report.write(folder.path, io.StringIO()).read_text()),
@@ -240,10 +408,10 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
     for step in range(1, 101):
         columns = {"prompt": [str(row) for row in range(64)], "response": ["x"] * 64, "reward": [1.0] * 64}
         write_rollouts(folder, step, columns)
-    samples, unreadable = report.stored_samples(folder)
-    assert not unreadable
-    assert len(samples) == report.SAMPLES - 400 and samples[-1]["step"] == 100
-    assert {row["prompt"] for row in samples} == {str(row) for row in range(0, 64, 2)}
+    samples = report.stored_samples(folder)
+    assert not samples.unreadable and len(samples.rows) == report_samples.SAMPLES
+    assert {count["step"] for count in samples.counts} == {*range(1, 101)}
+    assert {(count["shown"], count["stored"]) for count in samples.counts} == {(20, 64)}
 
 
 def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
@@ -264,6 +432,10 @@ def test_times_by_phase(tmp_path: Path) -> None:
         PhaseTime("learn", 45.0, 1.5, 0.75),
         PhaseTime("generate", 15.0, 0.5, 0.25),
     ]
+    line = {"step": 1, "time/step": 2.0, "time/generate": 1.0, "time/reshard": 0.5, "time/checkpoint": 3.0}
+    nested = {phase.name: (phase.share, phase.part_of) for phase in report.phase_times([line])}
+    assert nested["reshard"] == (0.25, "generate") and nested["generate"] == (0.5, "")
+    assert nested["checkpoint"] == (None, "between steps")
 
 
 @pytest.mark.slow
@@ -338,7 +510,7 @@ def test_a_folder_of_stages_alone_has_a_report(tmp_path: Path, capsys: pytest.Ca
     assert shown.index("sft") < shown.index("reward_judge") and folder.curve.is_file()
     assert command(["compare", str(folder.path), "--out", str(tmp_path)]) == 0
     page = Page((tmp_path / "compare.html").read_text())
-    assert ["sft: final held-out loss", "1.500"] in page.rows and "sft: loss" in page.pictures
+    assert ["sft: final held-out loss", "1.500"] in page.rows and page.charts["sft: loss"]["axis"] == "sft"
 
 
 ODD_SET = "a$b_{ [/red] \ud800"
@@ -407,7 +579,7 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert table["held_out: best accuracy"] == ["0.850 ± 0.071", "0.800"]
     assert table["final reward"] == ["0.825 ± 0.071", "0.775"]
     assert table["tokens"] == ["2,000 ± 0", "2,000"] and table["seconds per step"] == ["2.00 ± 0.00", "2.00"]
-    assert {"eval/held_out/accuracy", "KL to the reference (nats per token)"} <= {*page.pictures}
+    assert {"eval/held_out/accuracy", "KL to the reference (nats per token)"} <= {*page.charts}
     markdown = (tmp_path / "out/compare.md").read_text()
     assert "The best reward is the highest mean over a step and the 5 before and after it" in markdown
     assert "| final reward | 0.825 ± 0.071 | 0.775 |" in markdown and "c\\|d" in markdown and "seed" in shown
@@ -465,3 +637,36 @@ def test_rules_that_fired_are_shown_with_causes_and_the_samples_that_show_them(t
     assert [row[:3] for row in page.rows if row and row[0] == "mine"] == [["mine", "9", "a rule of your own"]]
     (sample,) = [row for row in page.rows if row and row[0] == "2+2="]
     assert sample[2] == "0.000" and sample[4] == "length"
+
+
+def test_a_comparison_begins_with_results_and_has_the_settings_that_were_set(tmp_path: Path) -> None:
+    for name, rate, device in (("a", 1e-4, "host"), ("b", 5e-5, "host"), ("old", 1e-4, None)):
+        folder = run(tmp_path / name, steps=4)
+        tokens = int(rate * 1e8)
+        folder.write_config(
+            f"seed: 1\nrun_dir: {name}\nactor: {{optimizer: {{learning_rate: {rate}}}}}\n"
+            f"batch: {{tokens_per_microbatch: {tokens}}}\nreward: {{arguments: {{scale: {rate}}}}}\n"
+        )
+        if device is not None:
+            keys = ("actor.optimizer.learning_rate", "reward.arguments")
+            start = Start("", "", revision=name, hardware={"device": device}, explicit=keys)
+            write_start(folder, start, resumed=False)
+
+    runs = [tmp_path / name for name in ("a", "b")]
+    compared = compare(runs)
+    assert [row[0] for row in compared.settings] == [
+        "actor.optimizer.learning_rate", "reward.arguments.scale", "revision",
+    ]  # fmt: skip
+    assert compared.derived == [["batch.tokens_per_microbatch", "10000", "5000"]]
+    assert command(["compare", *map(str, runs), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "compare.html").read_text()
+    order = [text.index(words) for words in ("<h2>Results", "±", "<h2>Settings that differ", "<h2>Curves")]
+    assert order == sorted(order)
+    assert "<details><summary>1 derived values and defaults that differ" in text
+    markdown = (tmp_path / "compare.md").read_text()
+    assert markdown.startswith("# Comparison of runs\n\n## Results") and "10000" not in markdown
+
+    # Of a run without a record of its start every setting counts as set.
+    assert [row[0] for row in compare([tmp_path / "b", tmp_path / "old"]).settings][:2] == [
+        "actor.optimizer.learning_rate", "batch.tokens_per_microbatch",
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ from megatron_rl.planning.reshard import (
 from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted, default_targets
 from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
-from megatron_rl.weights.plan import build_plan, schedule
+from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of
 
 
@@ -141,7 +141,7 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     assert max(plan.peers.values()) <= 64
     assert max(plan.sent.values()) <= 1.05 * least_sent(plan)
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
-    assert schedule(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
+    assert schedule_phases(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
 
     shape = pretrained(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)

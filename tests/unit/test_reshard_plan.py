@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, UncoveredError, cut_overlaps, intersect
-from megatron_rl.weights.plan import PlanError, build_plan, check_plan, schedule
+from megatron_rl.weights.plan import PlanError, build_plan, check_plan, schedule_phases
 from megatron_rl.weights.transfer import _Stream, slot_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4)
@@ -139,7 +139,7 @@ def test_phases_bound_the_streams_of_every_rank(data):
     }
     plan = build_plan(grouped(sources), grouped(needs))
     staging = data.draw(st.integers(1, 12)) * 4096
-    when = schedule(plan, staging, message_bytes=1024)
+    when = schedule_phases(plan, staging, message_bytes=1024)
     assert set(when.phase) == chosen
     assert when.staging <= staging
     for rank in range(count):
@@ -256,7 +256,7 @@ def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams(
     boxes = [box(f"t{i}", [0, 0], [64, 1024 + i], (1, 0)) for i in range(40)]
     sources = {rank: boxes[rank::4] for rank in range(4)}
     plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 8)}))
-    transfers = schedule(plan, 2**22)
+    transfers = schedule_phases(plan, 2**22)
     ends = Counter(
         (rank, direction, phase)
         for pair, phase in transfers.phase.items()
@@ -273,7 +273,7 @@ def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams(
 def test_regions_are_packed_where_messages_are_too_many(monkeypatch):
     boxes = [box(f"t{i}", [0], [2**18], (0,)) for i in range(64)]
     plan = build_plan(grouped({0: boxes}), grouped({1: boxes}))
-    assert schedule(plan, 2**26).messages_per_rank == 64
+    assert schedule_phases(plan, 2**26).messages_per_rank == 64
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", 10)
-    packed = schedule(plan, 2**26)
+    packed = schedule_phases(plan, 2**26)
     assert packed.messages_per_rank == 2 and packed.staging <= 2**26

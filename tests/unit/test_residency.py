@@ -19,7 +19,7 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights, share_base
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole
@@ -37,7 +37,7 @@ def trained(path: Path, lora: LoraConfig | None = None) -> Residency:
     load_weights(model, path)
     if lora is not None:
         add_adapters(model, lora, seed=1, trainable=True)
-    wrap(model, True)
+    wrap_in_ddp(model, True)
     residency = Residency(model, offload=True)
     residency.optimizer = Optimizer(model, OptimizerConfig(), steps=2)
     for buffer in gradients(model):
@@ -77,7 +77,7 @@ def test_only_what_is_used_moves(learner: Residency) -> None:
     before = [tensor.clone() for tensor in (*weights, *mains)]
     size = 2 * sum(tensor.numel() for tensor in weights)  # bfloat16
     states = 6 * size  # the weights in float32 and Adam's two moments
-    learner.leave()
+    learner.offload_all()
     assert moved(learner) == pytest.approx(size + states, rel=0.01)
     assert on_device([*weights, *mains, *gradients(learner.model)]) == {False}
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_only_what_is_used_moves(learner: Residency) -> None:
 def test_a_plan_stays_compiled_while_weights_come_and_go(learner: Residency, tmp_path: Path) -> None:
     assert learner.model is not None
     engine = TorchEngine.from_hf(tmp_path, dtype=torch.bfloat16)
-    learner.leave()
+    learner.offload_all()
     hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
     with hybrid.generation_mode():
         first = hybrid._transfers[0]._execution
@@ -156,7 +156,7 @@ def adapted_roles(path: Path, shared: bool) -> list[ModelRole]:
         base = roles[0] if shared and roles else None
         if base is not None and base.model is not None:
             share_base(model, base.model)
-        wrap(model, True)
+        wrap_in_ddp(model, True)
         outputs = ("old_log_probs", "entropy") if name == "actor" else ("values",)
         optimizer = Optimizer(model, OptimizerConfig(learning_rate=1e-2), steps=9)
         role = ModelRole(
@@ -165,7 +165,7 @@ def adapted_roles(path: Path, shared: bool) -> list[ModelRole]:
         )  # fmt: skip
         roles.append(role)
     for role in roles:
-        role.residency.leave()
+        role.residency.offload_all()
     return roles
 
 
@@ -239,7 +239,7 @@ def test_adapters_reach_the_engine_from_host_memory(tmp_path: Path) -> None:
     for value in adapters.values():
         value.normal_(std=0.1)
     engine = TorchEngine.from_hf(tmp_path, dtype=torch.bfloat16)
-    learner.leave()
+    learner.offload_all()
     assert moved(learner) == pytest.approx(size + states, rel=0.01)
     hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
     name = "decoder.layers.1.mlp.linear_fc2.weight"

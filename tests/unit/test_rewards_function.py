@@ -502,5 +502,5 @@ def test_text_that_is_none_makes_its_sample_invalid(tmp_path: Path) -> None:
     assert [failure.row for failure in result.failures] == [1]
     assert "surrogate" in result.failures[0].message
     assert {"a", "\U0001f600"} == set(result.components)
-    with FunctionReward(RewardConfig(f"{path}:write"), writes=True) as writer:
+    with FunctionReward(RewardConfig(f"{path}:write"), returns_text=True) as writer:
         assert [answer.reason for answer in writer.answers(samples(["4", "5"]))] == [None, "wrong_type"]

@@ -14,7 +14,7 @@ from test_torch_engine import prompts
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.rollout.buffer import RolloutBuffer, early_rewards, select_groups
 from megatron_rl.rollout.collate import append_new_tokens, collect_new_tokens, to_prompts, to_rollouts
-from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, is_enough
+from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, enough_groups_finished
 from megatron_rl.rollout.types import OBSERVED, Sequence, SequenceGroup
 from megatron_rl.types import FINISH_STOP, UNFINISHED, Outcome, PromptBatch, SamplingParameters, split_rows
 from tests.sampling import engine_of, round_of, started, unfinished
@@ -74,7 +74,7 @@ def test_appended_tokens_keep_their_versions_and_the_oldest_counts():
     assert rollouts.policy_version.tolist() == [4, 6, 4, 4]
     assert rollouts.group.tolist() == [0, 0, 1, 1]
     assert [group.age(7) for group in groups] == [3, 3]
-    assert sum(group.sampled_tokens for group in groups) == 7
+    assert sum(group.num_sampled_tokens for group in groups) == 7
 
 
 def test_an_admitted_sequence_is_a_copy_whose_request_goes_on_behind_its_tokens():
@@ -98,8 +98,8 @@ def test_required_groups_come_first_and_the_rest_by_token_round():
     assert select_groups([3, 1, 1, None, 2], [False] * 5, 3) == [1, 2, 4]
     assert select_groups([3, 1, 1, None, 2], [True, False, False, False, False], 2) == [0, 1]
     assert select_groups([0, 1, 1], [True, True, True], 1) == [0, 1, 2]  # none may wait any longer
-    assert not is_enough([True, False], [False, True], 1)
-    assert is_enough([True, True], [False, True], 1)
+    assert not enough_groups_finished([True, False], [False, True], 1)
+    assert enough_groups_finished([True, True], [False, True], 1)
 
 
 def test_prompts_of_unstarted_and_dropped_groups_wait_in_front_of_the_others():
@@ -192,7 +192,7 @@ def run_token_rounds(
         for group in groups
         for sequence, goal in zip(group.sequences, lengths[int(group.prompt.prompt_ids)], strict=True)
     }
-    while not is_enough([group.is_finished for group in groups], required, wanted):
+    while not enough_groups_finished([group.is_finished for group in groups], required, wanted):
         number += 1
         rows = []
         for sequence in unfinished(groups):

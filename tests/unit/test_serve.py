@@ -47,7 +47,7 @@ def test_the_sampling_of_the_run_is_the_servers_default(tmp_path: Path) -> None:
 
 
 def test_tables_show_rates_percentiles_and_headroom() -> None:
-    text = bench_serve.tables({1: result(2.0), 20: result(10.0)})
+    text = bench_serve.result_tables({1: result(2.0), 20: result(10.0)})
     assert "| 20 | 10.00 | 80 | 500 / 950 / 990 | 500.0 / 950.0 / 990.0 | 0.50 / 0.95 / 0.99 |" in text
     assert "| 20 | 8.00 | 691,200 |" in text
 

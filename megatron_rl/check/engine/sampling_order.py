@@ -45,10 +45,9 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     }
 
     error = UserError(
-        "the open order requires more groups in flight than a step takes, and responses that continue",
+        "the open order requires more groups in flight than a step uses, and responses that span steps",
         where="rollout.order",
-        expected="with open: rollout ranks of their own that sample ahead, over-sampling, and partial "
-        "responses",
+        expected="with open: separate rollout ranks that sample ahead, over-sampling, and partial responses",
         got=OPEN,
         fix="rollout.order=closed",
     )
@@ -97,7 +96,7 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 
 
 def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for prompts that are drawn by their rewards, on ranks that have none."""
+    """Yield the error for ``data.uniform_share`` with sampling ahead: these ranks do not get the rewards."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -149,7 +148,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
         minimum += 1
-        reasons.append("one more for rollout.partial to carry any")
+        reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
         minimum += versions_between(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")

@@ -121,17 +121,18 @@ def _flag(name: str, value: Any) -> str:
 
 
 class _CapabilityRule(NamedTuple):
-    """Setting that is refused if the rollout engine lacks a capability.
-
-    ``reason`` continues a sentence about the engine; ``engines`` is the setting of an engine that has the
-    capability.
-    """
+    """Rule that refuses a setting if the rollout engine lacks the capability which the setting needs."""
 
     refused: bool
+    """Whether the setting is set and the engine lacks the capability."""
     setting: str
+    """The setting."""
     reason: str
+    """Predicate of an error sentence whose subject is the engine."""
     expected: str
+    """Valid value of the setting with this engine."""
     engines: str
+    """Setting of an engine that has the capability."""
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
@@ -179,11 +180,12 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the errors of servers that would build another model than the run for the checkpoint at ``path``.
+    """Yield the errors for servers whose model of the checkpoint at ``path`` differs from the trainer's.
 
-    A server loads the complete model of a multimodal checkpoint, with other tensor names; the run trains its
-    language model only. And the trainer has no indexer for a model with sparse attention.
+    A server loads the complete model of a multimodal checkpoint, with other tensor names, but the run trains
+    only its language model. For sparse attention, a server's model has an indexer that the trainer's lacks.
     """
+    # Sparse attention: the actor has no indexer whose weights could be sent.
     if not rollout.capabilities.in_process and model.family.engine_family:
         in_process = engines_with(in_process=True, tensor_parallel=True)
         yield UserError(
@@ -193,11 +195,13 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
             got=f"{rollout.engine} with {model.family.architecture}",
             fix=f"set {in_process}",
         )
+
+    # A multimodal checkpoint.
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
     architecture = model.family.architecture
     yield UserError(
-        f"rollout.engine={rollout.engine} has the whole multimodal model, and its language model is trained",
+        f"rollout.engine={rollout.engine} loads the whole multimodal model, of which a part is trained",
         where="rollout.engine",
         expected=f"a checkpoint of {architecture}, or {engines_with(in_process=True, tensor_parallel=True)}",
         got=path,
@@ -207,7 +211,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for `rollout.server.urls`: a server engine needs them, and no other takes them."""
+    """Yield the errors for `rollout.server.urls`, which only a server engine has, and needs."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:
@@ -233,7 +237,7 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 fix="correct it",
             )
 
-    # A server that is listed twice, also in another spelling, would receive every weight twice.
+    # A server that is listed twice, even in a different spelling, would receive every weight twice.
     distinct = {url.rstrip("/").lower() for url in urls}
     if not urls or len(distinct) < len(urls):
         yield UserError(
@@ -253,5 +257,5 @@ def _is_server_url(url: str) -> bool:
     except ValueError:
         return False
 
-    has_more = bool(address.path.strip("/") or address.query or address.fragment or address.username)
-    return has_address and not has_more
+    has_other_parts = bool(address.path.strip("/") or address.query or address.fragment or address.username)
+    return has_address and not has_other_parts

@@ -1,7 +1,7 @@
-"""Defaults of an accelerator for a checked configuration, and the error of experts in plain layers.
+"""Accelerator defaults of a checked configuration, and the error for experts without Transformer Engine.
 
-`shapes.accelerator` has the table. Here it is applied to the hardware that the run will be on: the GPU that
-the configuration names, or this machine.
+`shapes.accelerator` has the table of defaults. This module applies it to the hardware that the run will be
+on: the GPU that the configuration names, or this machine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class AppliedDefault:
     """
 
     roles: tuple[str, ...]
-    """Roles that have it; empty for an environment variable, which the whole job has."""
+    """Roles to which the default applies; empty for an environment variable, which applies to the job."""
     row: AcceleratorDefault
-    """Its row in the table of defaults."""
+    """Row in the table of defaults."""
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
-    """Return the name of the GPUs that the run will be on, None if it will be on hosts.
+    """Return the name of the GPUs that the run will be on, or None if it will be on hosts without GPUs.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
@@ -67,9 +67,9 @@ def accelerated_roles(
     shapes: Mapping[str, ModelShape],
     for_this_machine: bool,
 ) -> dict[str, AcceleratedRole]:
-    """Return the roles with a Megatron model on the run's GPUs; an empty dict if the run will be on hosts.
+    """Return the roles with a Megatron model on the run's GPUs; an empty dict for a run without GPUs.
 
-    Another machine is taken to have Transformer Engine, which ``launch/setup.sh --gpu`` installs.
+    Other machines are assumed to have Transformer Engine, which ``launch/setup.sh --gpu`` installs.
     """
     gpu = target_gpu(config, for_this_machine)
     if gpu is None:
@@ -127,7 +127,7 @@ def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) ->
 
 
 def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Iterator[AcceleratorDefault]:
-    """Yield the defaults that take effect for one role: those that its user has not set to a value."""
+    """Yield the accelerator defaults of one role, without keys that the user has set."""
     _, megatron_values = megatron_settings(config, role.layout)
     explicit: dict[str, Mapping[str, object]] = {MEGATRON: megatron_values}
     learner = learner_sections(config).get(section_of(name))
@@ -142,7 +142,7 @@ def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Itera
             yield row
 
 
-def plain_experts(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
+def plain_expert_errors(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
     """Yield the error for a mixture of experts without Transformer Engine's layers on an accelerator."""
     for role in roles.values():
         if role.shape.experts and not role.fused:

@@ -59,9 +59,10 @@ CHECKPOINT_LAYERS = {
 
 
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
-    """Yield the errors for adapters that no model can have, or that the rollout engine cannot sync.
+    """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` names their section; ``engine`` is that of the rollout, for the actor only.
+    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, or None
+    for those of other roles.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():
@@ -92,7 +93,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
         yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
-def idle_adapters(config: RunConfig) -> Iterator[UserError]:
+def idle_adapter_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for adapters of reward models that are not trained."""
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
@@ -114,14 +115,16 @@ def check_adapted_model(
 ) -> Iterator[UserError]:
     """Yield the errors for adapters on a model, and for the PEFT adapter that they start from.
 
-    ``key`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
+    ``key`` is the key of the adapters' section; ``settings`` are the Megatron settings of the model.
     """
-    if model.shape.linear_layers:
+    refused = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
+    if refused:
+        noun = refused[0].noun
         yield UserError(
-            "models with gated delta nets cannot have adapters",
+            f"models with {noun} cannot have adapters",
             where=key,
             expected="no adapters, or another model",
-            got=f"{model.shape.name}, with {len(model.shape.linear_layers)} gated delta nets",
+            got=f"{model.shape.name}, with {model.shape.mixers[refused[0]]} {noun}",
             fix=f"remove {key}",
         )
         return
@@ -161,7 +164,7 @@ def check_adapted_model(
         )
         return
 
-    # Digests last: they take a read of the whole file.
+    # Compare digests last, which reads the complete file.
     yield from problems or _damage_errors(Path(lora.path), f"{key}.path")
 
 
@@ -181,10 +184,10 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
         yield UserError(
             "the adapter to start from is damaged",
             where=key,
-            expected="files that are what was written",
+            expected="files with the content that was written",
             got="; ".join(problems),
-            fix="restore it from a copy, or make it again; if the change is intended, remove "
-            f"{folder / durable.DIGESTS}, which has the digests of before",
+            fix="restore it from a copy, or export it again; if the change is intended, remove "
+            f"{folder / durable.DIGESTS}, which has the digests of the old files",
         )
 
 
@@ -198,10 +201,10 @@ def _expert_errors(
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
-            "adapters of experts cannot be synced apart from the weights: vLLM has no kernel for them on "
-            "hosts, and elsewhere its kernels store the weights in an order of their own",
+            "adapters of experts cannot be synced separately from the weights: vLLM has no kernel for them "
+            "on hosts, and its GPU kernels store the weights in a different order",
             where=f"{key}.sync",
-            expected="merged, or targets of attention alone",
+            expected="merged, or targets only in attention",
             got=f"adapter, with {targets}",
             fix=f"set {key}.sync=merged",
         )
@@ -255,7 +258,7 @@ def _peft_config_errors(
         yield UserError(
             "the adapter to start from also adapts other layers",
             where=f"{key}.targets",
-            expected="layers that hold " + ", ".join(uncovered),
+            expected="layers that contain " + ", ".join(uncovered),
             got=", ".join(targets) + ": " + ", ".join(modules),
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
@@ -268,7 +271,7 @@ def _peft_config_errors(
                 where=f"{key}.path",
                 expected=f"{name}: {json.dumps(plain)} in {file}",
                 got=json.dumps(peft[name]),
-                fix="start from an adapter of two plain matrices",
+                fix="start from an adapter of plain LoRA, which has only two matrices",
             )
 
 
@@ -295,7 +298,7 @@ def _peft_tensor_errors(
     if unexpected:
         first = unexpected[0]
         yield UserError(
-            "the adapter to start from has tensors that no layer of the model takes",
+            "the adapter to start from has tensors that belong to no layer of the model",
             where=f"{key}.path",
             expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
             got=f"{len(unexpected)} others in {file}, {first} {list(stored[first])} among them",

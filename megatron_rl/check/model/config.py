@@ -14,6 +14,8 @@ from typing import Any
 from megatron_rl.check.files import Files
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks import MIXERS
+from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.family import ROPE_TYPES, Family
 from megatron_rl.shapes.multimodal import language_config
 from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
@@ -22,7 +24,7 @@ from megatron_rl.shapes.quantized import read_quantization
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = Attention.layer_types
 
 _MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
 """Upper bounds of counts: a larger one is a mistake, and later rules loop over every layer and expert."""
@@ -38,11 +40,11 @@ _MAX_ROPE_NUMBER = 1e12
 """Bound of these numbers, far above those of any model: a larger one is a mistake."""
 
 _LONGEST_VALUE = 200
-"""Characters of a value that an error shows."""
+"""Number of characters to which an error truncates a value."""
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
-    """Return the model of a config.json, None if it cannot be trained; errors are added to ``files``."""
+    """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
         stored = read_json(file)
         family = family_of(stored, str(file))
@@ -66,14 +68,14 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
                 got=str(stored["auto_map"])[:_LONGEST_VALUE],
-                fix="remove auto_map if the model computes nothing else",
+                fix="remove auto_map if the model computes the same without that code",
             )
         )
     return read_trainable(file, files.errors)
 
 
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for values of another type than the field of transformers' configuration class."""
+    """Yield the errors for values whose type differs from the field of transformers' configuration class."""
     # The text model of a multi-modal family has a class with the suffix Text in the family's module.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
@@ -90,15 +92,15 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
         # its annotation, too.
         annotation = field.annotation_text()
-        takes_floats_alone = "float" in annotation and not re.search(r"\bint\b", annotation)
-        is_refused_integer = type(value) is int and takes_floats_alone
+        accepts_only_floats = "float" in annotation and not re.search(r"\bint\b", annotation)
+        is_refused_integer = type(value) is int and accepts_only_floats
         if is_refused_integer or not field.accepts(value):
             fix = f"write {key} as {annotation}, or copy config.json again"
             yield _error(file, key, annotation, value, fix)
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for values that have the right type."""
+    """Yield the errors for values that are invalid although their types are valid."""
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -108,7 +110,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     except UserError as error:
         yield error
 
-    # transformers 5 writes dtype, 4 and before torch_dtype.
+    # transformers 5 writes `dtype`, earlier versions write `torch_dtype`.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
@@ -140,7 +142,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
     if not isinstance(vocabulary, int):
         return
 
-    # Checkpoints of transformers 4 and before pad with -1.
+    # Checkpoints of transformers before version 5 have -1 for "no padding token".
     minimums = {"pad_token_id": -1, "eos_token_id": 0}
     for key, minimum in minimums.items():
         value = config.get(key)
@@ -165,7 +167,7 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors for attention heads that do not divide, or whose size rotary angles cannot use."""
+    """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
     heads = _size(config, "num_attention_heads")
     groups = _size(config, "num_key_value_heads")
     hidden_size = _size(config, "hidden_size")
@@ -187,7 +189,7 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
         head_size = (hidden_size or 0) // heads
 
     if head_size % 2:
-        yield _error(file, "head_dim", "an even size: rotary angles turn pairs", head_size)
+        yield _error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
@@ -202,19 +204,20 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
         return
 
-    # Gated delta nets have sizes of their own.
-    allowed = _LAYER_TYPES
-    if config.get("linear_num_value_heads"):
-        allowed = (*_LAYER_TYPES, "linear_attention")
+    # The types of mixers whose sizes the config.json has.
+    allowed: list[str] = []
+    for mixer in MIXERS.values():
+        if all(config.get(key) for key in mixer.size_keys):
+            allowed += mixer.layer_types
     if config.get("index_topk"):
-        allowed = ("indexed_attention",)
+        allowed = ["indexed_attention"]
     if any(layer_type not in allowed for layer_type in layer_types):
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 
 
 def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for rotary positions, given for all layers or for each type of layer."""
-    # transformers 5 writes rope_parameters, 4 and before rope_scaling.
+    # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:
         key = "rope_parameters"
@@ -240,7 +243,7 @@ def _rope_value_errors(
     key: str,
 ) -> Iterator[UserError]:
     """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
-    # transformers 4 and before called the type "type".
+    # Before version 5, transformers wrote the type as "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
@@ -260,7 +263,7 @@ def _rope_value_errors(
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive integer of the config, None for any other value."""
+    """Return a positive integer of the config, or None for any other value."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -268,6 +271,7 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -47,7 +47,7 @@ REQUIRED_ARGUMENTS = ("pre_process", "post_process")
 """Parameters that a model provider must have: whether the stage embeds, and whether it returns logits."""
 
 PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
-"""Arguments that a model provider is called with, the optional ones only where it names them."""
+"""Arguments that a model provider is called with; optional ones only if it has a parameter of that name."""
 
 
 def with_megatron_models(
@@ -58,8 +58,8 @@ def with_megatron_models(
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
     """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
 
-    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are keys with errors already;
-    with ``allow_missing``, checkpoints that do not exist are left to the rules on missing files.
+    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are the keys that already have
+    errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
 
     Returns:
         The configuration with the folders' paths, the origins of the paths that changed, and the errors.
@@ -112,7 +112,7 @@ def with_megatron_models(
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
     """Yield the errors for ``model.provider`` and ``model.weights``, the user's own model code.
 
-    ``model`` is described by config.json; rules that need it are skipped for None.
+    ``model`` is the model in config.json; rules that need it are skipped if it is None.
     """
     if settings.provider is None:
         if settings.weights is not None:
@@ -184,7 +184,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
     if is_megatron(target) and not resumes:
         return UserError(
-            "checkpoint.megatron holds checkpoints of another run",
+            "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",
             expected="a folder that is new, or that this run has written to",
             got=target,
@@ -303,8 +303,8 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raises UserError if the actor has none.
 
-    It is ``model.hf_path`` if set. Otherwise it is the actor's folder for the other roles, which read the
-    actor's tokens, and the tokenizer in the checkpoint's arguments for the actor.
+    It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's
+    arguments name, and every other role has the actor's, or None before the actor's folder is written.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)
@@ -343,7 +343,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
 
 
 def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
-    """Return the vocabulary size for a checkpoint whose arguments lack it, None if no file has it."""
+    """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
@@ -353,14 +353,15 @@ def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> in
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files by name into a folder, and remove the files of another tokenizer.
+    """Write files into a folder, name -> content, and remove the files of a previous tokenizer.
 
-    Every rank of a job may do so at the same time: each process writes a file under a name of its own and
-    renames it, which is atomic.
+    Every rank of a job may do so at the same time: each process writes a file under a unique temporary name
+    and renames it, which is atomic.
     """
     # Leftover files of another tokenizer would be loaded together with the new ones.
     folder.mkdir(parents=True, exist_ok=True)
@@ -379,7 +380,8 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _needs_checkpoint(key: str, value: str) -> UserError:
-    fix = "set model.megatron, or name a Hugging Face model in model.path alone"
+    """Return the error for a setting that only has an effect together with ``model.megatron``."""
+    fix = "set model.megatron, or name only a Hugging Face model, in model.path"
     return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 
 
@@ -396,12 +398,12 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     if config.actor.lora is not None:
         conflicts["actor.lora"] = "adapters"
     if config.sft is not None:
-        conflicts["sft"] = "a stage before"
+        conflicts["sft"] = "a stage before reinforcement learning"
     if config.preference is not None:
-        conflicts["preference"] = "a stage before"
+        conflicts["preference"] = "a stage before reinforcement learning"
     return [
         UserError(
-            f"{path} does not go with the checkpoint's optimizer state",
+            f"{path} is incompatible with the checkpoint's optimizer state",
             where=key,
             expected="Adam on all weights, starting from the checkpoint's",
             got=f"{path}: {got}",

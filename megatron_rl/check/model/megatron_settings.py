@@ -52,7 +52,7 @@ PATIENCE = 30.0
 """Time limit of Megatron's trial in seconds, from the start of the check."""
 
 LONG_PATIENCE = 120.0
-"""The same at the start of a run: all ranks of a host start at once and share its cores."""
+"""Time limit at the start of a run, in seconds: all ranks of a host start together and share its cores."""
 
 _MODEL_FIELDS = """
     activation_func activation_func_clamp_value gated_linear_unit glu_linear_offset add_bias_linear
@@ -71,7 +71,7 @@ _MODEL_FIELDS = """
     dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
     dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk
     dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend"""
-"""Fields that the checkpoint's config.json decides, of Megatron-Core 0.16.1 and 0.19.2."""
+"""Fields of TransformerConfig that follow from config.json, in Megatron-Core 0.16.1 and 0.19.2."""
 
 DERIVED_FIELDS: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",
@@ -102,20 +102,20 @@ DERIVED_FIELDS: Mapping[str, str] = {
     "transformer_impl": "model.attention",
     "deterministic_mode": "deterministic",
 }
-"""Fields that follow from the checkpoint and the layout, and the key that sets them."""
+"""Field of TransformerConfig -> key of the configuration from which it follows."""
 
 ROUTER_LOSSES = ("moe_z_loss_coeff", "moe_aux_loss_coeff")
-"""Coefficients of the losses that routers have of their own."""
+"""Fields with the coefficients of the routers' auxiliary losses (z-loss and load balancing)."""
 
 _LAYOUT_DEPENDENT: Mapping[str, str] = {
     "aux_loss": "it balances the tokens of each micro-batch",
     "global_aux_loss": "it balances the micro-batches so far",
 }
-"""Megatron's balancing losses that change with the layout or the number of micro-batches, and why."""
+"""Megatron's balancing loss whose value depends on the layout or the micro-batches -> the reason."""
 
 _BALANCED_BY = "moe_router_load_balancing_type"
 SEQUENCE_BALANCE = "seq_aux_loss"
-"""Megatron's name of the balancing loss of each sequence, the only one that no layout changes."""
+"""Megatron's name of the balancing loss per sequence, the only one with the same value in every layout."""
 
 SET_BY_RUN: Mapping[str, str] = {
     "calculate_per_token_loss": "losses are sums with global weights, whose denominators are known before",
@@ -123,13 +123,13 @@ SET_BY_RUN: Mapping[str, str] = {
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
     "batch_p2p_comm": "interleaved schedules give wrong results with it",
     "deallocate_pipeline_outputs": "interleaved schedules would free tensors that are still being sent",
-    "pipeline_model_parallel_layout": "pipeline stages are stated by their ends, "
+    "pipeline_model_parallel_layout": "uneven pipeline stages are set by "
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
-"""Further fields that the run sets, and why."""
+"""Further field that the run sets -> the reason."""
 
 _DROPPED_BY_REASON: Mapping[str, str] = {
-    "context parallelism gathers keys and values around attention, in one way": """
+    "context parallelism has one implementation, which gathers keys and values around attention": """
         cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
         max_seqlen_per_dp_cp_rank""",
     "layers for multi-token prediction are not built, and exported unchanged": """
@@ -139,7 +139,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
         tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad
         tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""",
-    "a graph holds one shape, and packed micro-batches differ in length": """
+    "a graph has fixed shapes, and packed micro-batches differ in length": """
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps cuda_graph_modules
         delay_offload_until_cuda_graph moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
@@ -150,7 +150,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         inference_cuda_graph_scope inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
         moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill""",
-    "log-probs come from kernels of the project's own, and no cross entropy is computed": """
+    "log-probs are computed by this project's own kernels, without a cross entropy": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
         wgrad_deferral_limit""",
     "actor.routing_replay decides what routers replay": "moe_enable_routing_replay",
@@ -159,10 +159,10 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         perform_initialization use_cpu_initialization init_model_with_meta_device use_mup
         mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
         mup_width_mult""",
-    "the schedule brings its own functions and timers": """
+    "the schedule sets its own functions and timers": """
         grad_scale_func no_sync_func grad_sync_func param_sync_func finalize_model_grads_func timers
         barrier_with_L1_time moe_grad_scale_func experimental_attention_variant_loss_scale_func""",
-    "Megatron-LM's own training script acts on it, after each step": """
+    "only Megatron-LM's own training script uses it, after each step": """
         qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit moe_per_layer_logging""",
     "a forward and a backward pass that overlap need a plan of each layer, which steps here do not have": """
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
@@ -183,7 +183,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
 DROPPED: Mapping[str, str] = {
     name: reason for reason, names in _DROPPED_BY_REASON.items() for name in names.split()
 }
-"""Field -> why it would have no effect, and so is refused."""
+"""Field that is refused because it would have no effect -> the reason."""
 
 OPTIMIZER_KEYS: Mapping[str, str] = {
     "optimizer": "name",
@@ -205,9 +205,9 @@ OPTIMIZER_SET: Mapping[str, str] = {
     "overlap_param_gather_with_optimizer_step": "weights are read as soon as a step is done",
     "optimizer_offload_fraction": "with `offload` all states are on the host, without it none",
     **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one learning rate"),
-    **dict.fromkeys(("timers", "barrier_with_L1_time"), "the step has timers of its own"),
+    **dict.fromkeys(("timers", "barrier_with_L1_time"), "the step has its own timers"),
     **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), "weights of 8 bits are not synced"),
-    "log_num_zeros_in_grad": "a step reports the norm of its gradients alone",
+    "log_num_zeros_in_grad": "a step reports only the norm of its gradients",
     "optimizer_cuda_graph": "a graph would hold states that are moved to the host between phases",
     "use_layer_wise_distributed_optimizer": "checkpoints follow the distributed optimizer's buffers",
 }
@@ -215,7 +215,7 @@ OPTIMIZER_SET: Mapping[str, str] = {
 
 _OVERLAPPED_PASSES = "a forward and a backward pass that overlap need a plan of each layer"
 _NO_FP8 = "weights of 8 bits or fewer are not synced"
-_NO_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
+_NO_FSDP = "Megatron-FSDP stores weights in separate buffers, which weight syncs and checkpoints do not read"
 _FSDP_FIELDS = """
     data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer fsdp_manual_registration
     fsdp_all_gather_in_start_param_sync fsdp_db_use_persist_buf_on_alloc_fail preserve_fp32_weights
@@ -250,7 +250,7 @@ _PACKAGES = {
     EMERGING_OPTIMIZERS: "emerging_optimizers",
     DEEP_EP: "deep_ep",
 }
-"""Need -> module that meets it; `GPU` is met by torch for accelerators."""
+"""Requirement -> module that meets it. `GPU` has no module: it needs a torch build for accelerators."""
 
 _FIELDS_BY_NEED: Mapping[str, str] = {
     TRANSFORMER_ENGINE: """
@@ -287,7 +287,7 @@ _FIELDS_BY_NEED: Mapping[str, str] = {
         soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo""",
 }
 NEEDS: Mapping[str, str] = {name: need for need, names in _FIELDS_BY_NEED.items() for name in names.split()}
-"""Field of any of Megatron's classes -> what it needs to have an effect, and so to be tried."""
+"""Field of one of Megatron's classes -> requirement without which it has no effect and cannot be tried."""
 
 
 _PRECISION_AWARE = "use_precision_aware_optimizer"
@@ -305,7 +305,7 @@ def _is_installed(module: str) -> bool:
 
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a section that cannot be tried on this machine, with what each needs."""
+    """Return the fields of a section that cannot be tried on this machine, with their requirements."""
     unmet: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)
@@ -343,9 +343,9 @@ def check_model_settings(
     *,
     elsewhere: bool = False,
 ) -> list[UserError]:
-    """Return the errors for a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
+    """Return the errors for a role's settings of Megatron's TransformerConfig, at the key ``path``.
 
-    ``elsewhere`` if the run will be on other machines than this one.
+    ``elsewhere`` is whether the run will be on other machines.
     """
     # Some keys that set a field are in the role's own section.
     section = path.removesuffix("megatron")
@@ -374,7 +374,7 @@ def check_model_settings(
             )
         )
 
-    # Megatron's plain layers accept these formats and compute in the model's own.
+    # Megatron's plain layers accept these formats, but compute in the model's own dtype.
     low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
     if low_precision and not elsewhere and not _is_installed("transformer_engine"):
         for name in low_precision:
@@ -382,7 +382,7 @@ def check_model_settings(
                 requires(
                     f"{path}.{name}",
                     values[name],
-                    "Transformer Engine, whose layers alone compute in that format",
+                    "Transformer Engine: only its layers compute in that format",
                     got="no installed transformer_engine",
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )
@@ -395,12 +395,12 @@ def check_model_settings(
 
 
 def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserError]:
-    """Yield the errors for the routers' own losses, in settings whose types are right."""
+    """Yield the errors for the routers' auxiliary losses; the types of ``values`` are valid."""
     coefficients = {name: values[name] for name in ROUTER_LOSSES if not is_off(values.get(name))}
     for name, value in coefficients.items():
         if path != "actor.megatron":
             yield UserError(
-                f"`{path}.{name}` has no effect: only the actor's routers have losses of their own",
+                f"`{path}.{name}` has no effect: only the actor's routers have auxiliary losses",
                 where=f"{path}.{name}",
                 expected="no value",
                 got=str(value),
@@ -408,7 +408,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             )
         elif isinstance(value, list) or value < 0:
             yield UserError(
-                f"`{path}.{name}` is no coefficient",
+                f"`{path}.{name}` is not a coefficient",
                 where=f"{path}.{name}",
                 expected="one number of at least 0",
                 got=str(value),
@@ -427,7 +427,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
 
-    # Both choose experts in code that the losses are not attached to.
+    # Both settings choose experts in code to which Megatron does not attach the losses.
     for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
         if coefficients and values.get(name) == excluded:
             yield UserError(
@@ -444,7 +444,7 @@ def check_optimizer(
 ) -> Iterator[UserError]:
     """Yield the errors for the optimizer at the key ``path``, and for its role's ``ddp``.
 
-    ``elsewhere`` if the run will be on other machines than this one.
+    ``elsewhere`` is whether the run will be on other machines.
     """
     ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
     keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
@@ -457,7 +457,7 @@ def check_optimizer(
         yield from _host_optimizer_errors(optimizer, path)
     elif optimizer.name == "sgd" and optimizer.distributed:
         yield UserError(
-            "Megatron-Core's distributed optimizer saves the state of Adam alone",
+            "Megatron-Core's distributed optimizer saves only the state of Adam",
             where=f"{path}.distributed",
             expected="false with name: sgd",
             got="true",
@@ -465,8 +465,8 @@ def check_optimizer(
         )
 
     # Features that require a package or another setting.
-    wants_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
-    if wants_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
+    needs_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
+    if needs_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
         yield requires(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
@@ -543,7 +543,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         fixed_router = "moe_router_load_balancing_type"
     if fixed_router is not None:
         yield UserError(
-            "fused and Sinkhorn routers cannot replay choices: they choose in a kernel of their own",
+            "fused and Sinkhorn routers cannot replay choices: their kernel chooses the experts itself",
             where=f"actor.megatron.{fixed_router}",
             expected=f"no fused or Sinkhorn routers with {key}",
             got=f"{actor.megatron[fixed_router]} with {key}: {replay}",
@@ -567,10 +567,10 @@ def _pass_through_errors(
     keys: Mapping[str, str],
     reasons: Mapping[str, str],
 ) -> list[UserError]:
-    """Return the errors for the fields at the key ``path`` that the run sets, or that no class has.
+    """Return the errors for fields at the key ``path`` that the run sets, or that ``classes`` do not have.
 
     ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
-    that sets it, ``reasons`` a field to why the run sets it.
+    that sets it, ``reasons`` a field to the reason why the run sets it.
     """
     # Parse the installed sources only if there is a field to compare: most sections are empty.
     installed = class_fields(*classes) if values else None
@@ -587,7 +587,7 @@ def _pass_through_errors(
         elif installed is not None:
             available = installed
             if name not in installed:
-                # Suggest no field that would be refused in its turn.
+                # Suggest only fields that are passed through.
                 refused = {*keys, *reasons, *DROPPED}
                 available = {field: installed[field] for field in installed if field not in refused}
             error = field_error(path, name, value, available, owner)
@@ -617,23 +617,23 @@ class TrialRole:
     role: str
     """Name of the role."""
     model: Path
-    """The config.json of its model."""
+    """The config.json of the role's model."""
     layout: ParallelLayout
-    """Its layout."""
+    """The role's layout."""
     scalar_head: bool
     """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
-    """Its ``recompute`` setting."""
+    """The role's ``recompute`` setting."""
     fused: bool
-    """Whether its layers are Transformer Engine's."""
+    """Whether the model's layers are Transformer Engine's."""
     settings_key: str
-    """The key of its Megatron settings, such as ``actor.megatron``."""
+    """Key of the role's Megatron settings, such as ``actor.megatron``."""
     settings: Mapping[str, Any]
-    """Its Megatron settings."""
+    """The role's Megatron settings."""
     optimizer: OptimizerConfig | None
-    """Its optimizer, None for a role that does not learn."""
+    """The role's optimizer, or None for a role that is not trained."""
     ddp: Mapping[str, Any]
-    """Its settings of Megatron's DDP."""
+    """The role's settings of Megatron's DDP."""
 
     def request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.
@@ -660,7 +660,7 @@ class TrialRole:
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors for this role's refused settings; ``refusals`` is the trial's answer."""
-        # The trial answers for the model under the role's name, for its other parts under names after it.
+        # Keys of `refusals`: the role's name for its model, the name and a suffix for its other parts.
         message = refusals.get(self.role)
         if message is not None:
             yield self._refusal("model", message, self.settings_key, self.settings)

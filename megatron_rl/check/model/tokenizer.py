@@ -1,7 +1,7 @@
 """Rules on a checkpoint's tokenizer and chat template, without importing transformers.
 
 transformers takes seconds to import; the library `tokenizers` and the checkpoint's JSON files are enough to
-detect a tokenizer that is missing, damaged, or of another model.
+detect a tokenizer that is missing, damaged, or made for a different model.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
     """Check the tokenizer of the model at ``path``, which ``key`` names.
 
-    ``vocabulary`` is the number of rows of the model's embedding, None if not available.
+    ``vocabulary`` is the number of rows of the model's embedding, or None if not available.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
-        files.miss(
+        files.record_missing(
             path / "tokenizer.json",
             "the model has no tokenizer",
             key,
@@ -80,7 +80,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
-    # Every id that the model can see needs a row of the embedding.
+    # Every token id in the model's input needs a row of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
@@ -88,7 +88,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
+    """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
     for setting, text, encoded in _encoded_stops(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
@@ -103,17 +103,18 @@ def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, with the data to decide whether they stand for exactly this text."""
+    """Tokens of a text, with the data to decide whether they encode exactly this text."""
 
     tokens: list[str]
+    """Texts of the tokens."""
     unknown_token: str | None
-    """The tokenizer's token for unknown text, None if it has none."""
+    """The tokenizer's token for unknown text, or None if it has none."""
     decoded: str
     """Text that the tokens decode to."""
 
 
 def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
-    """Yield the setting, text and tokens of each stop text; none without a tokenizer that can be read."""
+    """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
     if not any(stops.values()):
@@ -167,7 +168,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def token_ids(path: Path) -> dict[str, int]:
-    """Return the id of each token in a tokenizer's files by its text; empty if they contain none."""
+    """Return token text -> id for all tokens in a tokenizer's files; empty if the files contain no tokens."""
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
@@ -180,7 +181,7 @@ def token_ids(path: Path) -> dict[str, int]:
 
 
 def vocabulary_of(path: Path) -> int | None:
-    """Return the number of token ids in a tokenizer's files, None if they contain none."""
+    """Return the number of token ids in a tokenizer's files, or None if the files contain no ids."""
     ids = token_ids(path)
     if not ids:
         return None
@@ -188,7 +189,7 @@ def vocabulary_of(path: Path) -> int | None:
 
 
 def _load(path: Path) -> Any:
-    """Return the tokenizer in a folder; None without tokenizer.json, or without the library `tokenizers`."""
+    """Load a folder's tokenizer, or return None if tokenizer.json or the library `tokenizers` is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -200,7 +201,7 @@ def _load(path: Path) -> Any:
 
 
 def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
-    """Return the object in a JSON file, None without one; a file that cannot be read is an error."""
+    """Read a JSON object from a file. Return None if it is missing or unreadable; the latter is an error."""
     if not file.is_file():
         # transformers would block on a pipe, or fail on a folder.
         if os.path.lexists(file):
@@ -216,6 +217,7 @@ def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
+    """Return the error for a JSON file of the model that exists and cannot be read."""
     return unreadable_file(
         f"the model's {file.name}",
         file,
@@ -233,7 +235,7 @@ def _token_ids(
     """Return the id of each token by its text, and the texts of special tokens.
 
     ``tokenizer`` is the content of tokenizer.json, ``vocab_file`` of vocab.json and ``settings`` of
-    tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for content of another form.
+    tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for malformed content.
     """
     # A unigram model lists [token, score] in the order of the ids.
     vocab = tokenizer.get("model", {}).get("vocab") or vocab_file or {}
@@ -326,7 +328,7 @@ def _generation_end_errors(
     if eos is None:
         return
 
-    # One id, or a list of several ends.
+    # One end token, or a list of them.
     ids = [eos]
     if isinstance(eos, list):
         ids = eos
@@ -346,7 +348,7 @@ def _generation_end_errors(
 
 
 def _is_token_id(value: Any, vocabulary: int | None) -> bool:
-    """Return whether a value is an integer (not a bool) from 0 to below ``vocabulary``, None for no bound."""
+    """Return whether a value is an int (not a bool) in [0, ``vocabulary``); None means no upper bound."""
     if type(value) is not int or value < 0:
         return False
     return vocabulary is None or value < vocabulary
@@ -358,7 +360,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def folder_renderer(path: Path) -> TemplateRenderer | None:
-    """Return the renderer of a checkpoint's chat templates, None without a template."""
+    """Return the renderer of a checkpoint's chat templates, or None if it has no template."""
     templates = chat_templates(path)
     if not templates or not can_render():
         return None
@@ -394,7 +396,7 @@ def chat_templates(path: Path) -> dict[str, str]:
 
 
 def special_token_texts(path: Path) -> dict[str, str]:
-    """Return the texts of a checkpoint's special tokens, such as ``eos_token``, by their role."""
+    """Return role -> text for a checkpoint's special tokens; a role is a name such as ``eos_token``."""
     # tokenizer_config.json has precedence.
     settings = dict(_object_or_empty(path / "special_tokens_map.json"))
     settings |= _object_or_empty(path / "tokenizer_config.json")
@@ -415,13 +417,13 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a `tokenizers.Tokenizer`'s added tokens by their ids."""
+    """Return id -> text for the added tokens of a `tokenizers.Tokenizer`."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the tokens that a checkpoint's files list as ends of responses, by their ids."""
+    """Return id -> text for the tokens that a checkpoint's files list as ends of responses."""
     token_ids: list[int] = []
     eos_text = special_token_texts(path).get("eos_token")
     if eos_text is not None:

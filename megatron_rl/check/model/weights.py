@@ -1,7 +1,7 @@
 """Rules on a checkpoint's weights, read from the headers of its safetensors files.
 
-A header lists name, dtype, shape and offsets of every tensor: enough to detect truncated files and tensors of
-another model without reading the weights.
+A header lists name, dtype, shape and offsets of every tensor: enough to detect truncated files, and tensors
+that do not belong to the model, without reading the weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CONVERT = (
 """Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a damaged header or index, or one with another JSON structure."""
+"""Exceptions of reading a header or index that is damaged or has an unexpected JSON structure."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape of the tensor."""
     dtype: str
-    """Its dtype in safetensors' spelling, such as ``BF16``."""
+    """Dtype of the tensor in safetensors' spelling, such as ``BF16``."""
     file: Path
-    """The file that contains it."""
+    """File that contains the tensor."""
     begin: int = 0
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size: int = 0
-    """Number of its bytes."""
+    """Number of bytes of the tensor."""
 
 
 def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
@@ -117,7 +117,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         if weight_map:
             expected = f"every file that {INDEX} names"
         message = f"a weight file is missing: {shard.name}"
-        files.miss(shard, message, key, expected, "download the checkpoint again")
+        files.record_missing(shard, message, key, expected, "download the checkpoint again")
 
     # With a missing or broken file, its tensors would also be reported as missing.
     if _count_findings(files) != findings:
@@ -171,6 +171,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _count_findings(files: Files) -> tuple[int, int, int]:
+    """Return the numbers of findings of each kind, to detect whether a rule has added any."""
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
@@ -201,7 +202,7 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
     if any(path.glob("*.bin")):
         fix = f"convert the .bin files: {_CONVERT} {path}"
     file = path / "model.safetensors"
-    files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
+    files.record_missing(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
 
 def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
@@ -229,7 +230,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
     """Return the error for tensors that are not in the file that the index names for them."""
     return UserError(
-        "the model's list of weight files names tensors that the files do not hold",
+        "the model's list of weight files names tensors that the files do not contain",
         where=str(path / INDEX),
         expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
         got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
@@ -249,7 +250,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         errors = _block_errors(stored, model.quantization)
         if errors:
             return errors
-        stored = _experts_one_by_one(stored)
+        stored = _split_by_expert(stored)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
@@ -294,14 +295,14 @@ def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[s
     locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
-        # Values are compared for the embedding and the output layer alone, which are stored whole.
+        # Values are compared only for the embedding and the output layer, which are stored in one piece.
         tensor = stored[location.name]
         tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
     return tensors
 
 
 def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
-    """Return the error for the first matrix in mxfp4 that cannot be read, if there is one."""
+    """Return the error for the first matrix in mxfp4 whose blocks and scales do not fit together, if any."""
     for name, tensor in stored.items():
         if not name.endswith(BLOCKS):
             continue
@@ -314,8 +315,8 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
     return []
 
 
-def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Split tensors that hold all experts of a layer into one tensor per expert.
+def _split_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Split tensors with all experts of a layer into one tensor per expert.
 
     Tensors in mxfp4 are float32 in the result, as a run reads them.
     """
@@ -387,7 +388,7 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
 
 
 def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
-    """Return the error for a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    """Return the error for a checkpoint that lacks tensors of its model, or has unexpected ones."""
     # One absent head has a likelier cause than another model.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_tensors == [OUTPUT]:

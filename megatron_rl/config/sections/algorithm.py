@@ -21,7 +21,7 @@ _ITS_OWN = "the named algorithm's own"
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Named algorithm, with replacements and settings of its pieces.
+    """Algorithm by name, with replacements and settings of its pieces.
 
     A piece is a name, the path of one of your own (``file.py:Name`` or ``module:Name``), or a section with
     ``name`` and its settings. Without ``name``, the settings apply to the algorithm's own piece. The
@@ -47,6 +47,7 @@ class AlgorithmConfig:
                 "reinforce_plus_plus": "reinforce_pp",
                 "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
                 "grpo_passk": "grpo_pass_at_k",
+                "optimal_token_baseline": "otb",
             },
             "advantage_estimator": {
                 "gae": "ppo",
@@ -301,11 +302,13 @@ class AlgorithmConfig:
     imitation: PieceChoice = setting(None, "Additional imitation loss on good responses.", unset=_ITS_OWN)
     distillation: PieceChoice = setting(
         None,
-        "Term of a teacher in the advantages: none, or the reverse KL on the actor's samples (reverse_kl).",
+        "Objective of a teacher: none, the reverse KL on the actor's samples as a term in the advantages "
+        "(reverse_kl), or a divergence over the teacher's most likely tokens as a loss (top_k).",
         unset=_ITS_OWN,
         also_called={"slime": "use_opd", "verl": "distillation.enabled", "common": "distillation"},
         also_called_below={
             "reverse_kl: coef": {"slime": "opd_kl_coef", "prime-rl": "teacher_tau"},
+            "top_k: k": {"verl": "distillation_loss.topk", "NeMo-RL": "topk_logits_k"},
         },
         their_values={
             "use_opd": {True: "reverse_kl", False: REMOVED},

@@ -16,36 +16,36 @@ from megatron_rl.config.setting import setting
 MAX_WORLD = 1 << 16
 
 # Largest number of rows, prompts or samples of a step, which are in memory together.
-MOST_ROWS = 1 << 24
+MAX_ROWS = 1 << 24
 
 # Largest number of tokens of a row or a micro-batch: below 2^31, so that int32 can index them.
-MOST_TOKENS = 1 << 30
+MAX_TOKENS = 1 << 30
 
 # Largest number of steps, turns and other sequential events: below 2^31, too.
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 
 # Largest weight or scale in float32: products of several stay far below its maximum of 3e38.
 LARGE = 1e6
 
 # 30 days: longer than any call or wait, and far below the times at which a clock overflows.
-_MOST_SECONDS = 30 * 24 * 3600
+_MAX_SECONDS = 30 * 24 * 3600
 
 # Unit and bounds as keyword arguments of `setting`.
 Kind = Mapping[str, Any]
 
 # Counts of objects that are in memory together, in a step or a data set.
-MANY: Kind = {"at_least": 1, "at_most": MOST_ROWS}
+MANY: Kind = {"at_least": 1, "at_most": MAX_ROWS}
 
 # Counts of sequential events.
-ENDLESS: Kind = {"at_least": 1, "at_most": MOST_STEPS}
+ENDLESS: Kind = {"at_least": 1, "at_most": MAX_STEPS}
 STEPS: Kind = {"unit": "steps", **ENDLESS}
-TOKENS: Kind = {"unit": "tokens", "at_least": 1, "at_most": MOST_TOKENS}
+TOKENS: Kind = {"unit": "tokens", "at_least": 1, "at_most": MAX_TOKENS}
 RANKS: Kind = {"unit": "ranks", "at_least": 1, "at_most": MAX_WORLD}
 PROCESSES: Kind = {"unit": "processes", "at_least": 1, "at_most": 1024}
 
 # A time-out of 0 would fail every call; a wait of 0 is valid and means none.
-SECONDS: Kind = {"unit": "seconds", "more_than": 0, "at_most": _MOST_SECONDS}
-WAIT: Kind = {"unit": "seconds", "at_least": 0, "at_most": _MOST_SECONDS}
+SECONDS: Kind = {"unit": "seconds", "more_than": 0, "at_most": _MAX_SECONDS}
+WAIT: Kind = {"unit": "seconds", "at_least": 0, "at_most": _MAX_SECONDS}
 
 POSITIVE: Kind = {"more_than": 0, "at_most": LARGE}
 WEIGHT: Kind = {"at_least": -LARGE, "at_most": LARGE}
@@ -56,7 +56,7 @@ SHARE: Kind = {"at_least": 0, "at_most": 1}
 class LimitsConfig:
     """Limits of a process that runs the user's code, with all the processes that it starts."""
 
-    # Sizes that a mistake exceeds and usual code does not: an endless list, a file written in a loop.
+    # Sizes that usual code does not exceed, but an endless list or a file written in a loop does.
     memory_gib: float = setting(8.0, "Memory of a process.", unit="GiB", more_than=0, at_most=1024)
     # Python needs some for itself, its modules and the pipes of the worker.
     files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
@@ -65,7 +65,7 @@ class LimitsConfig:
         64, "Processes that it may have started.", unit="processes", at_least=0, at_most=4096
     )
 
-    # Closed unless opened: a reward function and the programs that it tests can be made by the policy.
+    # Denied unless allowed: a reward function may run programs that the policy has written.
     network: bool = setting(False, "Allow it to reach the network.")
     read: tuple[str, ...] = setting(
         (),
@@ -75,7 +75,7 @@ class LimitsConfig:
     write: bool = setting(
         False,
         "Allow it to write to the folder that the run is started in, the folder of its code and the folders "
-        "in `read`. Otherwise it has temporary folders in memory alone.",
+        "in `read`. Otherwise it has only temporary folders in memory.",
     )
     environment: tuple[str, ...] = setting(
         (),

@@ -20,12 +20,12 @@ def own_field(name: str, meaning: str, **attributes: Any) -> Any:
 
 
 # Meanings of two keys that training data and evaluation sets have.
-SYSTEM_PROMPT = "System message before the messages of each prompt; the prompts go through the chat template."
+SYSTEM_PROMPT = "System message before the messages of each prompt, which the chat template then renders."
 TEMPLATE_KWARGS = "Arguments of the chat template, such as enable_thinking: false."
 
 
 class PromptTemplate(NamedTuple):
-    """Additions of a data set to each prompt that goes through the chat template."""
+    """Additions of a data set to each prompt that is rendered with the chat template."""
 
     system_prompt: str | None = None
     """Content of a system message before the prompt's messages; None for none."""
@@ -38,7 +38,7 @@ class SourceConfig:
     """One of several sources of training prompts, with its share of them.
 
     A record without a task has the name of its source as its task, so that a sampling profile of that name
-    holds for it.
+    applies to it.
     """
 
     path: str | tuple[str, ...] = required(
@@ -58,7 +58,7 @@ class SourceConfig:
     task_field: str | None = own_field("task_field", "Field of the task's name in this source.")
     tools_field: str | None = own_field("tools_field", "Field of the tools in this source.")
     chat_template: bool | None = own_field(
-        "chat_template", "Put the prompts of this source through the tokenizer's chat template."
+        "chat_template", "Render the prompts of this source with the tokenizer's chat template."
     )
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
     chat_template_kwargs: dict[str, Any] = setting(
@@ -73,7 +73,7 @@ class DataConfig:
     A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. It may also be
     several files whose records follow one another: a folder of shards, a pattern such as
     ``data/train-*.parquet``, or a list. A field inside another one is named with a dot:
-    ``reward_model.ground_truth``. The fields named here hold for every data set that does not name its own,
+    ``reward_model.ground_truth``. The fields named here apply to every data set that does not name its own,
     as ``evaluation.sets.NAME.prompt_field`` does.
     """
 
@@ -98,12 +98,13 @@ class DataConfig:
     sources: dict[str, SourceConfig] = setting(
         {},
         "Sources of training prompts by name, in place of `data.train`. Each has its share of the prompts "
-        "by weight, and metrics of its own.",
+        "by weight, and its own metrics.",
     )
     weights: dict[str, dict[str, float]] = setting(
         {},
         "Weights of the sources after a number of steps, such as {0: {easy: 1}, 200: {easy: 1, hard: 1}}; "
-        "a source that is not named gives no prompts. Before the first number, the sources' own `weight`.",
+        "a source that is not named gives no prompts. Before the first number, the sources' own `weight` "
+        "applies.",
     )
     prompt_field: str = setting(
         "prompt",
@@ -131,8 +132,8 @@ class DataConfig:
     # None and not a default of true: text in the prompt field is often a formatted prompt already.
     chat_template: bool | None = setting(
         None,
-        "Put prompts through the tokenizer's chat template.",
-        unset="when the prompt field holds a list of messages",
+        "Render prompts with the tokenizer's chat template.",
+        unset="true if the prompt field is a list of messages",
         also_called={"slime": "apply_chat_template"},
     )
     max_prompt_tokens: int = setting(
@@ -170,8 +171,8 @@ class DataConfig:
     )
     uniform_share: float = setting(
         1.0,
-        "Share of the prompts whose last responses had equal rewards, as all passed or all failed, that an "
-        "epoch draws. The others wait for a later epoch.",
+        "Share of the prompts whose last responses had equal rewards, such as all passed or all failed, that "
+        "an epoch draws. The others wait for a later epoch.",
         **SHARE,
         advice="0.25 draws such a prompt in every fourth epoch; 1 draws every prompt in each",
     )
@@ -239,7 +240,7 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    # A stage has neither of these: its responses are rendered without them.
+    # A stage has neither of these settings: its conversations are rendered without additions.
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )

@@ -1,7 +1,7 @@
 """Evaluation: sets of held-out prompts, how they are sampled, and the metrics of each.
 
-The one idea: an evaluation set is a small run of its own that trains nothing. It takes its data, its fields
-and its reward from the run unless it sets them itself.
+The one idea: an evaluation set is like a small run without training. Its fields of a record and its reward
+are those of the run unless it sets them itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.config.setting import required, setting
 # Advice for an interval of 0, which other projects read as "never".
 NEVER = "a number above `steps` means never"
 
-# Ends of the names of the bounds of a 95 % interval.
+# Suffixes of the metrics that bound a 95 % interval.
 INTERVALS = ("low", "high")
 
 # Measures of how diverse the responses of a set are, see `trainer.answers`.
@@ -38,7 +38,7 @@ class EvaluationSetConfig:
         example="data/eval.jsonl",
     )
 
-    # Sets come from many sources, each of which has names of its own for the fields of a record.
+    # Sets come from many sources, each with its own names for the fields of a record.
     prompt_field: str | None = own_field(
         "prompt_field",
         "Field of the prompt in this set.",
@@ -54,7 +54,7 @@ class EvaluationSetConfig:
         "tools_field", "Field of the tools in this set.", also_called={"slime": "eval_tool_key"}
     )
     chat_template: bool | None = own_field(
-        "chat_template", "Put the prompts of this set through the tokenizer's chat template."
+        "chat_template", "Render the prompts of this set with the tokenizer's chat template."
     )
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
     chat_template_kwargs: dict[str, Any] = setting({}, TEMPLATE_KWARGS)
@@ -126,7 +126,7 @@ class EvaluationSetConfig:
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
     def functions(self) -> dict[str, str]:
-        """Return the functions that this set alone calls, by the setting that names each."""
+        """Return the reward function and evaluators of this set, by the setting that names each."""
         functions: dict[str, str] = {}
         if self.reward is not None:
             functions["reward"] = self.reward
@@ -159,7 +159,7 @@ class EvaluationConfig:
     )
     every: int = setting(
         10,
-        "Steps between evaluations of the sets that have no interval of their own.",
+        "Steps between evaluations of the sets without an `every` in their section.",
         **STEPS,
         advice=NEVER,
         also_called={

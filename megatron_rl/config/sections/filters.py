@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import MOST_TOKENS, SHARE, TOKENS, WEIGHT
+from megatron_rl.config.sections.bounds import MAX_TOKENS, SHARE, TOKENS, WEIGHT
 from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
@@ -29,11 +29,11 @@ class FiltersConfig:
         "Remove responses with fewer tokens; 0 removes none.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     max_repetition: float = setting(
         1.0,
-        "Remove responses of whose n-grams of tokens a larger share has occurred before; 1 removes none.",
+        "Remove responses in which a larger share of token n-grams repeats earlier ones; 1 removes none.",
         **SHARE,
         advice="0.3 removes loops and few other texts",
     )
@@ -41,25 +41,25 @@ class FiltersConfig:
     banned: tuple[str, ...] = setting((), "Remove responses that contain one of these texts.")
     function: str | None = setting(
         None,
-        "Function that is called as a reward function is, with its limits, and returns whether to keep a "
+        "Function that is called like a reward function, with the same limits, and returns whether to keep a "
         "response: module:function, or path/to/file.py:function.",
         unset="none",
         also_called={
             "slime": "rollout_sample_filter_path",
             "common": "add_postprocess_filter, postprocess_filter",
         },
-        conversion="ours judges one response: path/to/file.py:function",
+        conversion="ours is called for one response: path/to/file.py:function",
     )
     on_filtered: str = setting(
         DROP,
-        "Use of a removed response: its group learns from the others (`drop`), or it has the reward "
+        "Use of a removed response: its group is trained on without it (`drop`), or it has the reward "
         "`filtered_reward` (`reward`).",
         choices=(DROP, REWARD),
     )
     refill: int = setting(
         0,
-        "Times that a removed response is sampled again, with another seed each time; what is removed the "
-        "last time has the use `on_filtered`.",
+        "Number of times that a removed response is sampled again, with another seed each time. A response "
+        "that is removed the last time is used as `on_filtered` sets it.",
         unit="times",
         at_least=0,
         at_most=100,
@@ -82,7 +82,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a removed response, None if it is dropped."""
+        """Return the reward of a removed response, or None if it is dropped."""
         if self.on_filtered == DROP:
             return None
 

@@ -40,8 +40,8 @@ class HealthRuleConfig:
     )
     steps: int | None = setting(
         None,
-        "Consecutive measurements outside the band after which the rule fires, and inside after which it "
-        "ends.",
+        "Number of consecutive measurements outside the band after which the rule fires, and of those inside "
+        "after which it ends.",
         **STEPS,
         unset="the rule's own",
     )
@@ -58,7 +58,7 @@ class HealthRuleConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Health rules: bands of metrics, with the likely causes and the settings to change if one is left.
+    """Health rules: bands of metrics, with likely causes and settings to change if a metric leaves its band.
 
     Each applied rule is a metric `health/NAME`, 1 while it fires.
     """

@@ -22,8 +22,8 @@ class LoggingConfig:
     # TensorBoard needs no server and no account.
     trackers: tuple[str, ...] = setting(
         ("tensorboard",),
-        f"Trackers, of {', '.join(TRACKERS)}. Each finds its server in its own way, by environment variables "
-        "or its login.",
+        f"Trackers among {', '.join(TRACKERS)}. The client of each finds its server as usual, by environment "
+        "variables or a login.",
         also_called={
             "verl": "trainer.logger",
             "TRL": "report_to",
@@ -53,7 +53,7 @@ class LoggingConfig:
     # For machines without network.
     offline: bool = setting(
         False,
-        "Write trackers' files below run_dir alone, from which their own commands can upload them later.",
+        "Write trackers' files only below run_dir, from which their own commands can upload them later.",
         also_called={"slime": "wandb_mode"},
         their_values={"wandb_mode": {"offline": True, "online": False}},
     )

@@ -1,7 +1,7 @@
 """Models: the starting model; a role's layout, optimizer and adapters; actor, critic and reference.
 
-The one idea: every role has the same few sections, and takes from the actor each section that it does not
-set, so that ``actor`` alone describes most runs.
+The one idea: every role has the same few sections, and a section that is not set is the actor's, so that
+``actor`` alone describes most runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
+from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_WORLD, POSITIVE, RANKS, SHARE
 from megatron_rl.config.setting import REMOVED, required, setting
 
 # Texts of keys that several roles have.
@@ -37,7 +37,7 @@ class ModelConfig:
     path: str = required(
         "Directory with config.json, safetensors and tokenizer files, or a name on the Hugging Face Hub such "
         "as hf://Qwen/Qwen2.5-7B-Instruct. With `megatron` the run writes it, "
-        "with config.json and tokenizer alone; the default is then a folder in run_dir.",
+        "with only config.json and tokenizer; the default is then a folder in run_dir.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",
@@ -126,7 +126,7 @@ class LayoutConfig:
     ranks: tuple[int, ...] | None = setting(
         None,
         'Ranks of the role: a list, or ranges such as "0-31,40".',
-        unset="what `placement` gives the role",
+        unset="the ranks that `placement` gives the role",
         also_called={"slime": "actor_num_nodes, actor_num_gpus_per_node"},
         conversion=RANKS_LISTED,
     )
@@ -193,7 +193,7 @@ class LayoutConfig:
         None,
         "Tensor parallelism inside each expert.",
         **RANKS,
-        unset="1: experts are whole",
+        unset="1: each expert is on one rank",
         advice="1 switches it off",
         also_called={"Megatron-LM": "expert_tensor_parallel_size", "common": "etp"},
     )
@@ -218,7 +218,7 @@ class OptimizerConfig:
         choices=("adam", "sgd"),
         spelled={"adamw": "adam"},
         refused={
-            "muon": "Megatron-Core makes it of the package emerging_optimizers, and checkpoints do not "
+            "muon": "Megatron-Core takes it from the package emerging_optimizers, and checkpoints do not "
             "support its state"
         },
         also_called={"Megatron-LM": "optimizer", "TRL": "optim", "common": "optimizer_type, optimizer_name"},
@@ -245,7 +245,7 @@ class OptimizerConfig:
         "Steps over which the learning rate rises from 0.",
         unit="optimizer steps",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         also_called={
             "verl": "lr_warmup_steps, lr_warmup_steps_ratio",
             "Megatron-LM": "lr_warmup_iters",
@@ -369,8 +369,8 @@ class LoraConfig:
         None,
         "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2. The "
         "last two are those of every MLP; in a mixture of experts also those of shared experts and of each "
-        "routed expert, which has adapters of its own.",
-        unset="all that the model has; in a mixture of experts those of attention alone",
+        "routed expert, which has its own adapters.",
+        unset="all of these layers that the model has; in a mixture of experts, only those of attention",
         also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules", "common": "lora_modules"},
         conversion=dict.fromkeys(
             ("lora_target_modules", "target_modules"),
@@ -384,8 +384,8 @@ class LoraConfig:
     )
     sync: str = setting(
         "merged",
-        "Transfer of each weight sync: the weights with the adapters added into them (merged), or the "
-        "adapters alone, which vLLM applies while it samples (adapter).",
+        "Transfer of each weight sync: the weights with the adapters added into them (merged), or "
+        "only the adapters, which vLLM applies while it samples (adapter).",
         choices=("merged", "adapter"),
     )
 
@@ -445,9 +445,9 @@ class ActorConfig:
     # compares two different networks.
     routing_replay: str = setting(
         "none",
-        "Experts of each token in the actor's updates of a mixture of experts: those that the routers choose "
-        "again (none), those of the forward pass that computed the old log-probs (update), or those of the "
-        "rollout engine, which that forward pass uses too (rollout).",
+        "Experts of each token in the actor's updates of a mixture of experts: the routers choose them again "
+        "(none), or they are those of the forward pass that computed the old log-probs (update), or those of "
+        "the rollout engine, which that forward pass uses too (rollout).",
         choices=("none", "update", "rollout"),
         spelled={"R2": "update", "R3": "rollout", "disabled": "none"},
         also_called={"verl": "router_replay.mode", "slime": "use_routing_replay, use_rollout_routing_replay"},
@@ -460,7 +460,7 @@ class ActorConfig:
     # Pass-through settings, under Megatron's own names.
     megatron: dict[str, Any] = setting(
         {},
-        "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "
+        "Fields of Megatron-Core's TransformerConfig, also for the roles that have no such settings. "
         "On an accelerator some have other defaults (docs/accelerators.md), which `check` prints.",
         also_called={"verl": "override_transformer_config"},
     )
@@ -484,6 +484,21 @@ class TeacherConfig:
         },
         conversion="with algorithm.distillation: reverse_kl",
     )
+    layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the teacher.", unset="the actor's")
+    offload: bool = setting(False, "Move the model to host memory while other roles work.")
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
+
+
+@dataclass(frozen=True)
+class TaskTeacherConfig:
+    """Teacher of the responses to some tasks, see `data.task_field`; `teacher` has the other tasks."""
+
+    VALUE_KEY: ClassVar[str] = "path"
+
+    path: str | None = setting(
+        None, "Hugging Face checkpoint of the teacher.", unset="no default: a teacher needs it"
+    )
+    tasks: tuple[str, ...] = setting((), "Tasks of the teacher; without any, the task of its name.")
     layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the teacher.", unset="the actor's")
     offload: bool = setting(False, "Move the model to host memory while other roles work.")
     megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
@@ -548,10 +563,10 @@ class CriticConfig:
     # A new value head is random at first, so advantages computed from it would be noise.
     warmup_steps: int = setting(
         0,
-        "Number of steps at the start of the run that train the critic alone.",
+        "Number of steps at the start of the run that train only the critic.",
         unit="steps",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         also_called={
             "verl": "critic_warmup",
             "slime": "num_critic_only_steps",

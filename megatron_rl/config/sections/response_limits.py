@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import MOST_TOKENS, TOKENS
+from megatron_rl.config.sections.bounds import MAX_TOKENS, TOKENS
 from megatron_rl.config.setting import setting
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
@@ -27,8 +27,8 @@ ResponseLimit = int | str | dict[str, Any]
 class AutoLimitConfig:
     """Limits with `max_response_tokens: auto`: a quantile of earlier lengths, times a margin, between bounds.
 
-    Lengths count by task and by prompt length, in classes up to 1, 2, 4, 8, ... tokens. A response that was
-    cut off counts with the length at which it was, so that a limit that cuts off many grows. The first
+    Lengths are collected per class: one task, and prompts of up to 1, 2, 4, 8, ... tokens. A response that
+    was cut off counts with its truncated length, so that a limit which cuts off many grows. The first
     responses of a class, and all responses of evaluations, have the largest limit.
     """
 
@@ -36,29 +36,29 @@ class AutoLimitConfig:
     at_least: int = setting(16, "Smallest limit.", **TOKENS)
     quantile: float = setting(
         0.95,
-        "Share of the earlier responses that were not longer than the length which the limit follows.",
+        "Quantile of the earlier lengths from which the limit is computed.",
         more_than=0,
         at_most=1,
     )
-    margin: float = setting(1.5, "Factor of the limit to that length.", at_least=1, at_most=100)
+    margin: float = setting(1.5, "Ratio of the limit to that quantile.", at_least=1, at_most=100)
     window: int = setting(
         512,
-        "Number of latest responses of a class that count.",
+        "Number of latest responses of a class whose lengths count.",
         unit="responses",
         at_least=1,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     responses: int = setting(
         64,
-        "Number of responses of a class before its limit follows them.",
+        "Number of responses of a class before its limit is computed from them.",
         unit="responses",
         at_least=1,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
 
 
 def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
-    """Return the valid rows of a table, by prompt tokens; None is `MORE`.
+    """Return the valid rows of a table, sorted: (largest number of prompt tokens, limit); None for `MORE`.
 
     Example:
         >>> table_rows({"more": 1024, "64": 32, "512": 256})
@@ -116,10 +116,10 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
                 fix=example,
             )
         elif not _is_limit(limit):
-            expected = f"an integer, 1 or more and at most {MOST_TOKENS}"
+            expected = f"an integer, 1 or more and at most {MAX_TOKENS}"
             yield out_of_range(f"{path}.{key}", limit, expected, fix=example)
 
-    # A prompt that no row is for would have no limit.
+    # Every prompt length needs a row.
     rows = table_rows(table)
     if MORE not in table and (not rows or (rows[-1][0] or 0) < longest_prompt):
         longest_row = rows[-1][0] if rows else 0
@@ -133,5 +133,6 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
 
 
 def _is_limit(value: Any) -> bool:
+    """Return whether a value is a valid number of tokens."""
     # YAML's true is an int in Python.
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_TOKENS

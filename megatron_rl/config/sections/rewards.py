@@ -1,7 +1,7 @@
 """Rewards: a function, tests of programs, a server, an LLM judge, and reward models.
 
 The one idea: any number of these can be set, and the reward of a row is the weighted sum of their results. A
-row for which one of them fails is invalid: it has no reward, and is not counted as 0.
+row for which one of them fails is invalid: it has no reward, which is different from a reward of 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from megatron_rl.config.sections.bounds import (
     LARGE,
     MANY,
-    MOST_ROWS,
+    MAX_ROWS,
     POSITIVE,
     PROCESSES,
     SECONDS,
@@ -59,8 +59,8 @@ class RewardModelConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters that `training` trains in place of the weights, together with the head. The model that it "
-        "writes has them added into its weights.",
+        "Adapters that `training` trains in place of the weights, together with the head. They are merged "
+        "into the weights of the model that it writes.",
         unset="every weight is trained",
     )
 
@@ -78,10 +78,10 @@ class RewardLimitsConfig(LimitsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardServerConfig:
-    """Server that computes rewards, and the limits of requests to it.
+class ServerConfig:
+    """Server that computes something for each sample, and the limits of requests to it.
 
-    The first rank of the job sends all requests, so that their numbers hold for the complete job.
+    One rank of the job sends all requests, so that the limits apply to the complete job.
     """
 
     url: str = required(
@@ -100,7 +100,7 @@ class RewardServerConfig:
     )
     timeout: float = setting(30.0, "Time after which a request without response has failed.", **SECONDS)
 
-    # Retries cover failures that pass; a server that is down opens the circuit, so that a step does not wait
+    # Retries cover temporary failures. A server that is down opens the circuit, so that a step does not wait
     # for the retries of each of its rows.
     retries: int = setting(
         3,
@@ -117,11 +117,20 @@ class RewardServerConfig:
     open_after: int = setting(
         8,
         "Number of consecutive requests that fail with all their retries, after which the circuit is open: "
-        "nothing is sent for `open_seconds`, and samples are invalid at once.",
+        "nothing is sent for `open_seconds`, and samples are invalid without a request.",
         unit="requests",
         **MANY,
     )
     open_seconds: float = setting(30.0, "Time after which an open circuit allows one request.", **SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardServerConfig(ServerConfig):
+    """Server that computes rewards, and the limits of requests to it.
+
+    The first rank of the job sends all requests, so that the limits apply to the complete job.
+    """
+
     weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 
@@ -131,7 +140,7 @@ SENDABLE_PARTS = ("prompt", "response", "ground_truth", "metadata", "turns", "to
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRewardConfig(RewardServerConfig):
-    """Server of your own that gets samples by POST and returns their rewards.
+    """Server of your own that receives samples by POST and returns their rewards.
 
     A request is ``{"samples": [{"prompt": ..., "response": ..., ...}, ...]}`` and its response
     ``{"rewards": [...]}``. Each reward is a number, a mapping of named numbers with ``reward`` among them, or
@@ -141,7 +150,7 @@ class HttpRewardConfig(RewardServerConfig):
     # Only what a server needs: tokens and turns are long.
     sends: tuple[str, ...] = setting(
         SENDABLE_PARTS[:4],
-        f"Parts of a sample, of {', '.join(SENDABLE_PARTS[:6])}. With group, a request has all samples "
+        f"Parts of a sample among {', '.join(SENDABLE_PARTS[:6])}. With group, a request has all samples "
         "of a prompt.",
     )
     samples_per_request: int = setting(1, "Samples of a request.", unit="samples", **MANY)
@@ -198,7 +207,7 @@ class JudgeConfig(RewardServerConfig):
         "also within a step; 0 caches none.",
         unit="answers",
         at_least=0,
-        at_most=MOST_ROWS,
+        at_most=MAX_ROWS,
     )
     limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "Limits of a call of template or parser.")
 
@@ -211,8 +220,8 @@ class CodeConfig:
     for the program's output, ``{"call": "add(2, 3)", "returns": 5}`` for a function's result, or Python with
     assertions, ``"assert add(2, 3) == 5"``. The program runs in a process below the contained worker, and the
     comparison in another one. A program that fails, is too slow or exceeds a limit has not passed the test.
-    The sample is invalid if its tests cannot be read, if only the program itself could compare, or if the
-    worker does not survive the program.
+    The sample is invalid if its tests cannot be read, if a value of the program cannot be compared outside
+    the program, or if the worker does not survive the program.
     """
 
     language: str = setting("python", "Language of the programs.", choices=("python",))
@@ -228,7 +237,7 @@ class CodeConfig:
         60.0, "Time limit of a program in all its tests; it fails the remaining ones.", **SECONDS
     )
     workers: int = setting(1, "Processes per rank that test programs.", **PROCESSES)
-    # Less than a reward function may use: the policy has written the program.
+    # Lower than the limits of a reward function, since the policy has written the program.
     limits: RewardLimitsConfig = setting(
         RewardLimitsConfig(memory_gib=1.0, processes=16), "Limits of a program."
     )

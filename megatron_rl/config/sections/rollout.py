@@ -15,8 +15,8 @@ from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capab
 from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
-    MOST_STEPS,
-    MOST_TOKENS,
+    MAX_STEPS,
+    MAX_TOKENS,
     POSITIVE,
     PROCESSES,
     RANKS,
@@ -46,16 +46,16 @@ _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_token
 _FURTHER = "ours is the fraction of further prompts"
 
 # Largest bias of a token's logit, as in the API of OpenAI: a factor of e^100 of its probability.
-MOST_BIAS = 100.0
+MAX_BIAS = 100.0
 
 # Largest number of biases that vLLM's newer model runner takes (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
-MOST_BIASED_TOKENS = 1024
+MAX_BIASED_TOKENS = 1024
 
-# Orders of sampling: in rounds of tokens, equal in every run, or by the clock.
+# Orders of sampling: in rounds of tokens, with equal results in every run, or by the clock.
 CLOSED = "closed"
 OPEN = "open"
 
-# Keys and values of interrupted responses after an update of the weights.
+# Treatment of the cached keys and values of interrupted responses after an update of the weights.
 RECOMPUTE = "recompute"
 KEEP = "keep"
 
@@ -64,7 +64,7 @@ KEEP = "keep"
 class EnvironmentConfig:
     """Environment of a conversation with the policy; every further key is a setting of its class.
 
-    An episode whose environment fails is invalid, like one whose reward fails. The limits hold for a process
+    An episode whose environment fails is invalid, like one whose reward fails. The limits apply to a process
     with all the processes that it starts; a run reports at its start which of them the kernel of the machine
     does not enforce.
     """
@@ -92,7 +92,7 @@ class EnvironmentConfig:
     tool_parser: str | None = setting(
         None,
         "vLLM's parser of tool calls in a turn, such as `hermes`.",
-        unset="none: turns are text alone",
+        unset="none: turns are only text",
         also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
     limits: LimitsConfig = setting(LimitsConfig(), "Limits of a process of environments.")
@@ -131,10 +131,10 @@ class ServerConfig:
 class RolloutConfig:
     """Generation: the engine, its layout, and the sampling of responses.
 
-    With ``oversample`` a step selects the groups that are complete first. The other groups are continued in
-    the next step with ``partial``. Without, they are discarded and their prompts come again, so that prompts
-    with short responses are trained on more often. The ``closed`` order counts completion in rounds of
-    tokens, the ``open`` order by the clock.
+    With ``oversample`` a step selects the groups that are complete first. With ``partial``, the other groups
+    are continued in the next step. Without it, they are discarded and their prompts are sampled again later,
+    so that prompts with short responses are trained on more often. The ``closed`` order measures completion
+    in rounds of tokens, the ``open`` order by the clock.
     """
 
     VALUE_KEY: ClassVar[str] = "engine"
@@ -156,7 +156,7 @@ class RolloutConfig:
     ranks: tuple[int, ...] | None = setting(
         None,
         'Ranks of the engine: a list, or ranges such as "0-31,40".',
-        unset="what `placement` gives the rollout",
+        unset="the ranks that `placement` gives the rollout",
         also_called={
             "slime": "rollout_num_gpus",
             "OpenRLHF": "vllm_num_engines",
@@ -211,7 +211,7 @@ class RolloutConfig:
         "Number of most likely tokens that are sampled from; 0 means all.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
         advice="0 switches top-k off",
         also_called={"slime": "rollout_top_k"},
@@ -255,7 +255,7 @@ class RolloutConfig:
     auto_limit: AutoLimitConfig = setting(
         AutoLimitConfig(), "Limits of responses with `max_response_tokens: auto`."
     )
-    # Those of one token are stop token ids, as the model's own; see `rollout.stopping` for the others.
+    # Texts of one token become stop token ids, like the model's own; see `rollout.stopping` for longer ones.
     stop: tuple[str, ...] = setting(
         (),
         "Texts that end a response in addition to the model's own end tokens. A text of one token ends it at "
@@ -270,11 +270,11 @@ class RolloutConfig:
     # Rules that change logits before the temperature and the filters, in the engine and in the trainer.
     min_response_tokens: int = setting(
         0,
-        "Tokens after the prompt among which no end token is sampled: responses are longer. "
+        "Number of tokens after the prompt among which no end token is sampled. "
         "`rollout.filters.min_tokens` removes short responses instead.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
         advice="0 switches it off",
         also_called={"vLLM": "min_tokens", "SGLang": "min_new_tokens", "ROLL": "min_response_length"},
@@ -295,7 +295,7 @@ class RolloutConfig:
     )
     repetition_penalty: float = setting(
         1.0,
-        "Divisor of positive logits, and factor of others, of tokens that the prompt or the response has.",
+        "Divisor of positive logits, and factor of other logits, for tokens in the prompt or the response.",
         more_than=0,
         at_most=100,
         per_task=True,
@@ -304,7 +304,7 @@ class RolloutConfig:
     # vLLM refuses values outside of [-2, 2], as the API of OpenAI does.
     presence_penalty: float = setting(
         0.0,
-        "Value that is subtracted from the logits of tokens that the response has.",
+        "Value that is subtracted from the logits of tokens in the response.",
         at_least=-2,
         at_most=2,
         per_task=True,
@@ -312,7 +312,7 @@ class RolloutConfig:
     )
     frequency_penalty: float = setting(
         0.0,
-        "Value that is subtracted from a token's logit for each time that the response has it.",
+        "Value that is subtracted from a token's logit for each occurrence in the response.",
         at_least=-2,
         at_most=2,
         per_task=True,
@@ -320,20 +320,20 @@ class RolloutConfig:
     )
     no_repeat_ngram_size: int = setting(
         0,
-        "Length of the runs of tokens that prompt and response together have only once: a token that would "
-        "complete such a run again is not sampled.",
+        "Length of token n-grams that may occur only once in prompt and response together: a token that "
+        "would repeat one is not sampled.",
         unit="tokens",
         at_least=0,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
         per_task=True,
-        advice="0 switches it off; 4 bans repeated runs of four tokens",
+        advice="0 switches it off; 4 bans repeated n-grams of four tokens",
         also_called={"vLLM": "ngram_size"},
     )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
-        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
-        "min_response_tokens, banned_tokens, logit_bias, no_repeat_ngram_size and the three penalties; "
-        "or the name of a profile.",
+        "Sampling of individual tasks, by name of the task: temperature, top_p, top_k, min_p, "
+        "max_response_tokens, stop, min_response_tokens, banned_tokens, logit_bias, no_repeat_ngram_size and "
+        "the three penalties; or the name of a profile.",
     )
     # Loading replaces it by the profile's settings, see `config.sampling_profiles`.
     sampling_profile: str | None = setting(
@@ -350,13 +350,13 @@ class RolloutConfig:
         "Groups that a step trains on: those sampled for it, equal in every run (`closed`), or those that "
         "are complete first by the clock (`open`).",
         choices=(CLOSED, OPEN),
-        advice="open needs rollout ranks of their own, asynchrony.steps_ahead, rollout.oversample and "
+        advice="open needs separate rollout ranks, asynchrony.steps_ahead, rollout.oversample and "
         "rollout.partial; its runs cannot be repeated",
     )
     on_update: str = setting(
         RECOMPUTE,
-        "Continuation of responses of the open order after new weights arrive: with keys and values that "
-        "the new weights compute again (`recompute`), or with those of the older weights (`keep`).",
+        "Continuation of responses in the open order after a weight sync: with keys and values recomputed by "
+        "the new weights (`recompute`), or with the cached ones of the older weights (`keep`).",
         choices=(RECOMPUTE, KEEP),
         advice="keep saves a prefill at each update; later tokens are then sampled from a mixture of "
         "policies, whose log-probs no single set of weights computes",
@@ -391,7 +391,7 @@ class RolloutConfig:
     )
     max_in_flight: int | None = setting(
         None,
-        "Largest number of episodes that a replica samples at once. It begins further ones as others end.",
+        "Largest number of episodes that a replica samples concurrently. Further ones begin as others end.",
         unit="episodes",
         unset="the number of sequences that the engine schedules: `rollout.vllm.max_num_seqs`",
         **ENDLESS,
@@ -424,7 +424,7 @@ class RolloutConfig:
         },
         conversion="ours names a class: {name: my_env.py:Calculator}",
     )
-    # The rest of the memory is the trainer's, whose weights and optimizer stay on the device unless
+    # The rest of the memory is for the trainer, whose weights and optimizer remain on the device unless
     # offloaded.
     memory_fraction: float = setting(
         0.6,
@@ -440,8 +440,8 @@ class RolloutConfig:
             "common": "gpu_memory_fraction",
         },
     )
-    # On, since the trainer's logits are float32 in both passes: other rounding would be a mismatch of every
-    # token.
+    # On by default: the trainer's logits are float32, and different rounding in the engine would be a
+    # mismatch of every token.
     float32_head: bool = setting(
         True,
         "Compute vLLM's logits in float32, as the trainer does, also for a model of another dtype.",
@@ -453,7 +453,7 @@ class RolloutConfig:
     )
 
     def prompts_in_flight(self, count: int) -> int:
-        """Return the number of prompts in flight for ``count`` complete groups.
+        """Return the number of prompts in flight for a step that needs ``count`` complete groups.
 
         Example:
             >>> RolloutConfig(oversample=0.3).prompts_in_flight(8)
@@ -464,11 +464,11 @@ class RolloutConfig:
 
     @property
     def response_limit(self) -> int:
-        """Return the longest possible response in tokens, for tasks without a limit of their own."""
+        """Return the largest number of tokens of a response, for tasks without a limit in their profile."""
         return largest_limit(self.max_response_tokens, self.auto_limit)
 
     def limit_setting(self, task: str) -> ResponseLimit:
-        """Return a task's `max_response_tokens`: from its sampling profile, else the rollout's own."""
+        """Return a task's `max_response_tokens`: that of its sampling profile, else that of the rollout."""
         return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
 
     def limit_of(self, task: str, prompt_tokens: int) -> int:
@@ -477,7 +477,7 @@ class RolloutConfig:
 
     @property
     def limit_settings(self) -> dict[str, ResponseLimit]:
-        """Return every response limit by its configuration path: the rollout's own and the profiles'."""
+        """Return every `max_response_tokens` by its path: the rollout's, and those of sampling profiles."""
         limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
         for task, profile in self.sampling_profiles.items():
             if "max_response_tokens" in profile:
@@ -492,7 +492,7 @@ class RolloutConfig:
 
     @property
     def most_in_flight(self) -> int | None:
-        """Return the largest number of episodes that a replica samples at once; None without a bound."""
+        """Return the largest number of episodes that a replica samples at once; None if unbounded."""
         # The engine schedules no more sequences than its own limit.
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
@@ -527,7 +527,7 @@ class TemperatureSchedule:
     end: float
     """Temperature after ``steps`` steps."""
     steps: int
-    """Number of steps between both, 0 for a constant temperature."""
+    """Number of steps over which the temperature changes, 0 for a constant one."""
 
     def at(self, step: int) -> float:
         """Return the temperature of ``step``, which counts from 1."""
@@ -587,13 +587,13 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             if error is not None:
                 yield error
         steps = value["steps"]
-        if not 1 <= steps <= MOST_STEPS or steps != int(steps):
-            expected = f"an integer from 1 to {MOST_STEPS}"
+        if not 1 <= steps <= MAX_STEPS or steps != int(steps):
+            expected = f"an integer from 1 to {MAX_STEPS}"
             yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
 
 
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
-    """Return whether these filters exclude some tokens from sampling."""
+    """Return whether these filters can exclude tokens from sampling."""
     return top_p < 1 or top_k > 0 or min_p > 0
 
 
@@ -654,7 +654,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
 
     if auto.responses > auto.window:
         yield UserError(
-            "a class of lengths never has as many responses as its limit waits for",
+            "a class of prompts never has as many lengths as its limit requires",
             where="rollout.auto_limit.responses",
             expected=f"at most rollout.auto_limit.window ({auto.window})",
             got=str(auto.responses),
@@ -664,7 +664,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     # With `partial` a long response is continued, so its length is observed in the end.
     if rollout.oversample and not rollout.partial:
         yield UserError(
-            "the limits would follow short responses alone: over-sampling discards the long ones",
+            "the limits would follow only short responses: over-sampling discards the long ones",
             where="rollout.max_response_tokens",
             expected="a number or a table with rollout.oversample, or rollout.partial=true",
             got="auto with rollout.oversample and without rollout.partial",
@@ -706,14 +706,14 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits, and for temperatures, whose values have the right types."""
+    """Yield the errors for rules on logits and for temperatures; the types of all values are valid."""
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
         shortest = settings["min_response_tokens"]
 
-        # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
+        # Limits may depend on the prompt, or follow earlier lengths: the minimum applies to each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
         if shortest > limit:
             yield out_of_range(
@@ -725,18 +725,18 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
         # vLLM's server (0.32) clamps a larger bias without an error, to the range of OpenAI's API.
         for text, bias in settings["logit_bias"].items():
-            if abs(bias) > MOST_BIAS:
-                expected = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+            if abs(bias) > MAX_BIAS:
+                expected = f"from -{MAX_BIAS:g} to {MAX_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
                 yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
 
         # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
         count = len({*settings["logit_bias"], *settings["banned_tokens"]})
-        if count > MOST_BIASED_TOKENS:
+        if count > MAX_BIASED_TOKENS:
             yield UserError(
-                "more tokens have a bias or are banned than vLLM takes",
+                "more tokens have a bias or are banned than vLLM supports",
                 where=f"{path}.logit_bias",
-                expected=f"{MOST_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
+                expected=f"{MAX_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
                 got=f"{count}",
                 fix="remove some",
             )
@@ -760,7 +760,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each presence or frequency penalty if a response may span several requests.
 
-    vLLM counts the tokens of the current request alone; earlier turns or rounds are its prompt.
+    vLLM counts only the tokens of the current request; earlier turns or rounds are part of its prompt.
     """
     # Settings with which a response continues in a second request.
     splits = {
@@ -794,7 +794,7 @@ def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
 
 
 def explicit_token_id(text: str) -> int | None:
-    """Return the id of a text such as ``token_id:17``, None for another text.
+    """Return the id in a text such as ``token_id:17``, or None for any other text.
 
     Example:
         >>> explicit_token_id("token_id:17"), explicit_token_id("17")
@@ -807,7 +807,7 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error for a text that must be, and is not, a single token."""
+    """Return the error for a text that is not a single token, although a rule on logits requires it."""
     return UserError(
         f"the text {text!r} is not one token of this model",
         where=setting,
@@ -818,7 +818,7 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error for an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
+    """Return the error for a ``token_id:N`` that is not below ``vocabulary``, the tokenizer's size."""
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
@@ -835,7 +835,7 @@ def stop_text_error(
     unknown_token: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error for a stop text that no response of the model can contain, None for any other.
+    """Return the error for a stop text that no response of the model can contain, or None for any other.
 
     ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
     ``decoded`` is the text that the tokens decode to.
@@ -872,11 +872,11 @@ class HybridEngineConfig:
     # A version is a step in which the actor learns: optimizer steps within one step are not counted.
     every: int = setting(
         1,
-        "Versions of the policy from one weight sync to the next. In between, responses are sampled from the "
-        "older weights; 0 samples from the first ones forever.",
+        "Versions of the policy from one weight sync to the next. In between, responses are sampled from "
+        "older weights. With 0, all responses are sampled from the initial weights.",
         unit="versions",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         advice="1 samples every step from the newest weights; 0 is for offline algorithms",
         also_called={
             "slime": "update_weights_interval",
@@ -894,7 +894,7 @@ class HybridEngineConfig:
         also_called={"verl": "update_weights_bucket_megabytes", "slime": "update_weight_buffer_size"},
         conversion={"update_weights_bucket_megabytes": "ours counts bytes"},
     )
-    # Full by default: wrong weights in the engine are otherwise only a slowly worse run.
+    # Full by default: wrong weights in the engine would otherwise show only as slow learning.
     verify: str = setting(
         "full",
         "Comparison of checksums after each weight sync: of every tensor (full), of some (sampled), or of "
@@ -907,8 +907,8 @@ class HybridEngineConfig:
 class MismatchConfig:
     """Thresholds for the difference between the log-probs of trainer and rollout.
 
-    The difference is the mean absolute one per response token. A larger one than rounding explains means that
-    the engine sampled from other weights or another distribution than the trainer computes with.
+    The difference is the mean over response tokens of the absolute difference. One that rounding does not
+    explain means that the engine's weights, or its sampling distribution, differ from the trainer's.
     """
 
     warn: float | None = setting(
@@ -925,7 +925,7 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class AsynchronyConfig:
-    """Sampling ahead of training, on rollout ranks of their own.
+    """Sampling ahead of training, on separate rollout ranks.
 
     More than 0 steps ahead needs rollout ranks that no other role uses. A step waits for a response that
     would otherwise become older than ``max_staleness``.
@@ -954,7 +954,7 @@ class AsynchronyConfig:
         unit="steps",
         unset="steps_ahead, with rollout.partial two more, and with hybrid_engine.every the versions between",
         at_least=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
         advice="steps_ahead, and with rollout.partial more",
         also_called={
             "AReaL": "max_head_offpolicyness",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MANY, MOST_STEPS, MOST_TOKENS, POSITIVE, STEPS
+from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_TOKENS, POSITIVE, STEPS
 from megatron_rl.config.sections.data import own_field
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
@@ -31,7 +31,7 @@ class StageConfig:
         example="data/responses.jsonl",
     )
 
-    # Data of a stage and of reinforcement learning come from different sources, with other names of fields.
+    # Data of stages and of reinforcement learning come from different sources, which name fields differently.
     prompt_field: str | None = own_field(
         "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
     )
@@ -39,7 +39,7 @@ class StageConfig:
         "tools_field", "Field of the tools in `data` and `held_out` of the stage."
     )
     chat_template: bool | None = own_field(
-        "chat_template", "Put the prompts of the stage through the tokenizer's chat template."
+        "chat_template", "Render the prompts of the stage with the tokenizer's chat template."
     )
 
     # Length: `steps` or `epochs`, of which `check` requires exactly one.
@@ -55,7 +55,7 @@ class StageConfig:
         "Passes over the data, in place of `steps`. The last step may have fewer records.",
         unset="as many as `steps` take",
         more_than=0,
-        at_most=MOST_STEPS,
+        at_most=MAX_STEPS,
     )
 
     held_out: str | tuple[str, ...] | None = setting(
@@ -70,7 +70,7 @@ class StageConfig:
         None,
         "Target of the loss on `held_out`. The stage ends at the first evaluation at or below it, and the "
         "job stops with an error if `steps` or `epochs` do not reach it.",
-        unset="the stage takes all its steps, whatever the loss",
+        unset="the stage takes all its steps, independently of the loss",
         **POSITIVE,
     )
     checkpoint_every: int | None = setting(
@@ -86,7 +86,7 @@ class StageConfig:
         unit="tokens",
         unset="data.max_prompt_tokens + rollout.max_response_tokens",
         at_least=2,
-        at_most=MOST_TOKENS,
+        at_most=MAX_TOKENS,
     )
     # Ten times the learning rate of reinforcement learning, as is usual for supervised training.
     optimizer: OptimizerConfig = setting(
@@ -145,8 +145,13 @@ class PreferenceConfig(PairsConfig):
     The reference is the policy that this training starts from.
     """
 
-    loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
-    # SimPO divides log-probs by the length, so that its beta is of another size than DPO's.
+    loss: str = setting(
+        "sigmoid",
+        "Loss of a pair; a function of your own gets a `PreferencePairs` and returns one number per pair.",
+        choices=("sigmoid", "robust", "hinge", "ipo", "simpo"),
+        or_path=True,
+    )
+    # SimPO divides log-probs by the length, so its beta has a different scale than DPO's.
     beta: float | None = setting(
         None, "Strength of the pull to the reference.", unset="0.1, and 2.0 with simpo", **POSITIVE
     )

@@ -1,8 +1,8 @@
 """Conversion between Megatron-LM's arguments and config.json, from one table of a model's arguments.
 
 `arguments_of` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
-direction a config.json is accepted, derived or from the tokenizer's folder, only if `arguments_of` it gives
-the arguments of the checkpoint: no table of the inverse can drift.
+direction a config.json, derived or from the tokenizer's folder, is accepted only if `arguments_of` returns
+the checkpoint's arguments for it. So there is no second table that could disagree with the first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.shapes.blocks.latent_attention import latent_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
-from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling) besides its factor."""
+"""Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling), apart from the factor."""
 ABSENT: Mapping[str, str] = {
     "mtp_num_layers": "layers that predict further tokens",
     "squared_relu": "squared ReLU",
@@ -36,29 +36,18 @@ ABSENT: Mapping[str, str] = {
     "moe_shared_expert_gate": "a gate on shared experts",
     "glu_linear_offset": "an offset in the gated MLP",
     "activation_func_clamp_value": "clamped activations",
-    "apply_residual_connection_post_layernorm": "residuals behind the norm",
+    "apply_residual_connection_post_layernorm": "residuals after the norm",
     "fp32_residual_connection": "residuals in float32",
 }
 """Arguments of features that cannot be trained here: argument -> feature."""
-_TRAINED_OTHERWISE = ("max_position_embeddings", "vocab_size", "init_method_std")
+_NOT_COMPARED = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
 """Characters of a value that an error shows."""
 
 
-def latent_sizes(shape: ModelShape) -> dict[str, Any]:
-    """Return the sizes of latent attention under Megatron's names."""
-    return {
-        "q_lora_rank": shape.q_lora or None,
-        "kv_lora_rank": shape.kv_lora,
-        "qk_head_dim": shape.qk_nope,
-        "qk_pos_emb_head_dim": shape.qk_rope,
-        "v_head_dim": shape.v_head_dim,
-    }
-
-
 def arguments_of(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments with which Megatron-LM builds a model; raises UserError if it cannot build it."""
+    """Return the arguments with which Megatron-LM builds a model; raise UserError if it cannot build it."""
     shape = model.shape
     config = model.config
     rope = rope_parameters(config)
@@ -109,7 +98,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     # Arguments of latent attention, scaled rotary angles and experts.
     if shape.mla:
         arguments |= {
-            **latent_sizes(shape),
+            **latent_settings(shape),
             "rope_type": "rope",
             "rotary_scaling_factor": 1.0,
             "mscale": rope.get("mscale", 1.0),
@@ -125,7 +114,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts; the router's are the family's Megatron settings."""
+    """Return the arguments of a mixture of experts, with the router's from the family's Megatron settings."""
     shape = model.shape
     routing = model.family.megatron(model.config)
 
@@ -134,7 +123,7 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     if shape.dense_layers:
         layer_frequency = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
 
-    # Megatron-LM's defaults, for the settings that the family does not have.
+    # Megatron-LM's defaults, for settings that the family does not set.
     defaults = {
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
@@ -154,16 +143,18 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
-    """Return the model feature that Megatron-LM has no argument for, or None."""
+    """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
+    if shape.blocks:
+        return "layers of other blocks than attention and MLPs"
     if shape.post_norms:
         return "norms after attention and MLP"
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:
         return "norms of queries and keys over all heads"
-    # A reward model's or a critic's head.
+    # The head of a reward model or a critic.
     if shape.scalar_head:
         return "a head of one number"
     if not shape.gated or activation != "silu":
@@ -183,12 +174,13 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
 def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Return the config.json of a checkpoint's model, from the arguments that it was trained with.
 
-    ``vocabulary`` is the size of the tokenizer, used if the arguments have none. ``setting`` is the key
-    that names the checkpoint. Raises UserErrors with every argument of a feature that cannot be trained here.
+    ``vocabulary`` is the size of the tokenizer's vocabulary, used if the arguments contain no size.
+    ``setting`` is the key that names the checkpoint. Raises UserErrors with every argument of a feature that
+    cannot be trained here.
     """
     get = arguments.get
 
-    # Report all unsupported arguments at once.
+    # Report all unsupported arguments together.
     errors = list(_refusals(arguments, setting))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
@@ -228,7 +220,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     if get("add_bias_linear"):
         config |= {"attention_bias": True, "mlp_bias": True}
 
-    # Mixtral has other keys for its experts than the other family, and no dense layers.
+    # Mixtral has other keys for its experts than Qwen3-MoE, and no dense layers.
     if experts:
         width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
         config["num_experts_per_tok"] = get("moe_router_topk")
@@ -240,7 +232,8 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
             config |= {
                 "num_experts": experts,
                 "moe_intermediate_size": width,
-                # A softmax after the selection is one before it, normalised over the selected experts.
+                # A softmax after the selection equals a softmax before it that is normalised over the
+                # selected experts.
                 "norm_topk_prob": not get("moe_router_pre_softmax"),
                 "mlp_only_layers": dense_layers,
             }
@@ -252,7 +245,7 @@ def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
     has_experts = bool(arguments.get("num_experts"))
     has_qk_norm = bool(arguments.get("qk_layernorm"))
 
-    # Of these families Qwen2 alone has biases of queries, keys and values and no others.
+    # Qwen2 is the only one of these families with biases of queries, keys and values but no other biases.
     has_qkv_bias_alone = arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear")
     if has_qkv_bias_alone and not has_experts and not has_qk_norm:
         return "qwen2", "Qwen2ForCausalLM"
@@ -267,7 +260,7 @@ def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary size in the arguments; None if it is the tokenizer's."""
+    """Return the vocabulary size in the arguments, or None if the tokenizer determines it."""
     size = arguments.get("vocab_size")
     if size and arguments.get("tokenizer_type") == "NullTokenizer":
         # NullTokenizer adds an end-of-document token after the vocab_size tokens.
@@ -281,7 +274,7 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
         if arguments.get(name):
             yield _refusal(setting, name, arguments[name], f"not set: {meaning} cannot be trained here")
 
-    # The families that a config.json is derived for have these in common.
+    # All families for which a config.json is derived have these values.
     for name, expected in (
         ("position_embedding_type", "rope"),
         ("normalization", "RMSNorm"),
@@ -291,7 +284,7 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
             yield _refusal(setting, name, arguments.get(name), repr(expected))
 
     if arguments.get("multi_latent_attention"):
-        expected = "a config.json: it is not derived for these"
+        expected = "a config.json: it cannot be derived for latent attention"
         fix = "name a folder with the model's own config.json in model.hf_path"
         yield _refusal(setting, "multi_latent_attention", True, expected, fix)
 
@@ -302,7 +295,7 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
 
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether it has experts; ``moe_layer_freq`` is a period or a list."""
+    """Return for each layer whether it has experts, from ``moe_layer_freq``, which is a period or a list."""
     layers = arguments.get("num_layers") or 0
     frequency = arguments.get("moe_layer_freq") or 1
     if isinstance(frequency, int):
@@ -351,9 +344,9 @@ def contradictions(
 
 def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have an effect, normalised so that equal models have equal values."""
-    values = {name: value for name, value in arguments.items() if name not in _TRAINED_OTHERWISE}
+    values = {name: value for name, value in arguments.items() if name not in _NOT_COMPARED}
 
-    # Heads: without grouped queries there are as many groups as heads; latent attention has no groups.
+    # Without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
         is_grouped = values.get("group_query_attention") and values.get("num_query_groups")
         if not is_grouped:
@@ -367,7 +360,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("add_bias_linear"):
         values["add_qkv_bias"] = True
 
-    # Experts: their width defaults to the MLP's, which has no effect if every layer has experts.
+    # The width of experts defaults to the MLP's, which has no other effect if every layer has experts.
     if values.get("num_experts"):
         expert_width = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
         expert_layers = _expert_layers(values)
@@ -384,7 +377,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Return whether two arguments are equal: numbers up to rounding, and all false values alike."""
+    """Return whether two arguments are equal, numbers up to rounding; False, None and 0 are equal."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
         return abs(value - expected) <= 1e-6 * abs(expected)
@@ -402,7 +395,7 @@ def _refusal(
     expected: str,
     fix: str | None = None,
 ) -> UserError:
-    """Return the error of an argument; ``expected`` describes the values that can be used."""
+    """Return the error for an argument; ``expected`` describes the values that can be used."""
     got = "not set"
     if value is not None:
         got = repr(value)[:_LONGEST_VALUE]
@@ -417,13 +410,13 @@ def _refusal(
 
 
 def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
-    """Derive a config.json from arguments, and verify that it gives the same arguments back.
+    """Derive a config.json from arguments, and verify that `arguments_of` returns the same arguments for it.
 
-    Takes the arguments of `config_of` and raises UserErrors like it.
+    It has the parameters of `config_of`, and raises the same errors.
     """
     config = config_of(arguments, setting, vocabulary)
     model = describe(config, "the derived config.json")
-    errors = contradictions(arguments, model, setting, "what is supported")
+    errors = contradictions(arguments, model, setting, "the config.json derived from them")
     if errors:
         raise UserErrors(errors)
     return config

@@ -1,8 +1,8 @@
 """A checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
-Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values for all
-names (`pickles`), so that no checkpoint can run code, and without torch, so that `check` can verify a
-checkpoint anywhere.
+Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values in place
+of all functions and classes (`pickles`), so that no checkpoint can run code, and without torch, so that
+`check` can verify a checkpoint anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONVERT = (
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
 _LISTED = 6
-"""Names and errors that are listed before they are abbreviated."""
+"""Largest number of names, or errors, that are listed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MegatronCheckpoint:
     """
 
     path: Path
-    """The folder."""
+    """The ``iter_*`` folder."""
     iteration: int
     """Number of the iteration; 0 for a release."""
     arguments: Mapping[str, Any]
@@ -79,18 +79,18 @@ class MegatronCheckpoint:
     tensors: Mapping[str, StoredTensor]
     """The model's tensors by name."""
     states: Mapping[str, Mapping[str, StoredTensor]]
-    """Optimizer states in the shape of the model's tensors: state -> tensor."""
+    """Optimizer states in the shape of the model's tensors: state -> name of the tensor -> tensor."""
     buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
-    """Optimizer states as they are in the buffers of the ranks: state -> bucket."""
+    """Optimizer states in the flat buffers of the ranks: state -> bucket -> tensor."""
     sharding: str | None
-    """Format in which the distributed optimizer stored its states."""
+    """Format in which the distributed optimizer stored its states, or None if it is not stored."""
     steps: int | None
-    """Steps of the optimizer."""
+    """Number of steps of the optimizer, or None if it is not stored."""
 
     def state(self, name: str) -> MegatronCheckpoint:
-        """Return the checkpoint with an optimizer state, as ``exp_avg``, instead of the weights.
+        """Return the checkpoint with an optimizer state, such as ``exp_avg``, in place of the weights.
 
-        The router's load-balancing biases stay, since no optimizer updates them.
+        The router's load-balancing biases are retained, since no optimizer updates them.
         """
         tensors: dict[str, StoredTensor] = {}
         for key, tensor in self.tensors.items():
@@ -106,12 +106,12 @@ class MegatronCheckpoint:
         return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the errors of an optimizer state from which Adam cannot resume the training of a model.
+        """Return the reasons why Adam cannot resume from the checkpoint's optimizer state, as errors.
 
-        ``setting`` is the key that asks for it.
+        ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
         available = {*self.states} or {*self.buffers}
-        # In buffers the master weights are needed too: they give the sizes of the buckets.
+        # Flat buffers also need the master weights, which determine the sizes of the buckets.
         required = {*MOMENTS}
         if not self.states:
             required.add(MASTERS[0])
@@ -120,7 +120,7 @@ class MegatronCheckpoint:
             if not self.states:
                 return self._buffer_errors(shape, setting)
 
-            # Each state has the model's tensors and files, like the weights.
+            # Each state has one tensor per model tensor, in the same file layout as the weights.
             errors = []
             for name in self.states:
                 state = self.state(name)
@@ -130,19 +130,19 @@ class MegatronCheckpoint:
             return errors
 
         # The fix depends on what the checkpoint has instead.
-        got = "no optimizer state, or not of Adam"
+        got = "no optimizer state, or that of an optimizer other than Adam"
         fix = "save it without --no-save-optim"
         if required <= available:
-            got = "moments without a number of steps"
+            got = "Adam's moments without its step count"
         elif self.sharding is not None:
-            state_names = ", ".join(sorted(available)) or "no state of Adam"
+            state_names = ", ".join(sorted(available)) or "no Adam state"
             got = f"{self.sharding}, with {state_names}"
             fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
             UserError(
                 "training cannot resume with the optimizer's state in the Megatron checkpoint",
                 where=setting,
-                expected="Adam's moments for each tensor: of the distributed optimizer "
+                expected="Adam's moments for each tensor; from the distributed optimizer, in the format "
                 "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
                 fix=f"{fix}; or remove {setting}: the optimizer starts from zero",
@@ -152,13 +152,13 @@ class MegatronCheckpoint:
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
         """Return the possible orders of parameters in the optimizer buffers, most likely first.
 
-        Raises UserError for buffers of another model or layout than the arguments.
+        Raises UserError if the buffers do not match the model or layout of the arguments.
         """
         # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
-        # Several implementations of the layers may fit: their master weights decide later.
+        # Several implementations of the layers may fit; the values of the master weights decide later.
         arrangements = []
         errors = []
         for order in module_orders(self.arguments, shape):
@@ -172,7 +172,7 @@ class MegatronCheckpoint:
 
     def _buffer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of optimizer buffers that do not belong to a model."""
-        # With one entry per bucket, `file_errors` verifies the buffers as it does the weights.
+        # Describe each bucket as a tensor, so that `file_errors` verifies the buffers like weights.
         flat_tensors: dict[str, StoredTensor] = {}
         for state, buckets in self.buffers.items():
             for bucket, tensor in buckets.items():
@@ -182,10 +182,10 @@ class MegatronCheckpoint:
 
         try:
             self.flat_parameters(shape)
-            # All states have the buckets of the master weights.
+            # All states must have the buckets of the master weights.
             master_sizes = self._bucket_sizes(MASTERS[0])
             if any(self._bucket_sizes(state) != master_sizes for state in MOMENTS):
-                raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
+                raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "different buckets")
         except UserError as error:
             fix = f"{error.fix}; or remove {setting}: the optimizer starts from zero"
             errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
@@ -200,7 +200,7 @@ class MegatronCheckpoint:
         absent_names: list[str] = []
         errors: list[UserError] = []
 
-        # Each parameter is in the first stored tensor of its possible names.
+        # Of the possible names of each parameter, take the first one that is stored.
         for name, candidates, expected in _parameters(shape):
             candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
             if not candidates:
@@ -223,7 +223,7 @@ class MegatronCheckpoint:
             if count < stored_count:
                 errors.append(self._other_count(key, count, stored_count))
 
-        # Tensors that differ as a whole come first: they explain the other errors.
+        # Report missing and unexpected tensors first: they explain the other errors.
         unexpected = sorted(set(self.tensors) - used_keys)
         if absent_names or unexpected:
             errors.insert(0, self._other_tensors(absent_names, unexpected))
@@ -231,7 +231,7 @@ class MegatronCheckpoint:
 
     def file_errors(self) -> Iterator[UserError]:
         """Yield the errors of missing or truncated files, and of tensors with gaps."""
-        # The length that each file must have: the largest end of its chunks.
+        # Each file must be at least as long as the largest end of its chunks.
         ends: dict[str, int] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
@@ -278,7 +278,7 @@ class MegatronCheckpoint:
         stored: tuple[int, ...],
         is_padded: bool,
     ) -> UserError:
-        """Return the error of a parameter of ``expected`` shape in a tensor of shape ``stored``."""
+        """Return the error for a parameter of shape ``expected`` in a tensor of shape ``stored``."""
         sizes = [str(size) for size in expected]
         if is_padded:
             sizes[0] += " or more"
@@ -300,7 +300,7 @@ class MegatronCheckpoint:
         model_count: int,
         stored_count: int,
     ) -> UserError:
-        """Return the error of a stacked tensor with more entries than the model has."""
+        """Return the error for a stacked tensor with more layers or experts than the model has."""
         return UserError(
             "the Megatron checkpoint has more layers or experts than the model",
             where=str(self.path),
@@ -310,7 +310,7 @@ class MegatronCheckpoint:
         )
 
     def _other_tensors(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
-        """Return the error of tensors that the checkpoint lacks, or has beyond the model's."""
+        """Return the error for missing tensors, and for tensors that are not the model's."""
         expected = "no others"
         if absent_names:
             expected = f"also {join_names(absent_names, _LISTED)}"
@@ -329,7 +329,7 @@ class MegatronCheckpoint:
 
 
 def read_pointer(path: str | Path) -> dict[str, Any] | None:
-    """Return the pointer of a model's folder to a Megatron checkpoint; None for a folder with weights."""
+    """Return the pointer of a model's folder to a Megatron checkpoint, or None if the folder has none."""
     file = Path(path) / POINTER
     if not file.is_file():
         return None
@@ -337,7 +337,7 @@ def read_pointer(path: str | Path) -> dict[str, Any] | None:
 
 
 def is_megatron(path: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of Megatron-LM: has a tracker, or is one iteration."""
+    """Return whether a folder is a checkpoint of Megatron-LM: it has a tracker, or is one iteration."""
     folder = Path(path)
     if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):
         return True
@@ -347,7 +347,7 @@ def is_megatron(path: str | Path) -> bool:
 def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     """Return the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
 
-    ``setting`` is the key that names it. Raises UserError for other formats and for damaged files.
+    ``setting`` is the key that names the folder. Raises UserError for other formats and for damaged files.
     """
     folder = _iteration_folder(Path(path), setting)
 
@@ -368,7 +368,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
         if backend:
             got = repr(backend)
         raise UserError(
-            "the checkpoint is not of the format that can be read",
+            "the checkpoint does not have the format that can be read",
             where=setting,
             expected=f'{FORMAT} with "sharded_backend": "torch_dist"',
             got=f"{folder}: {got}",
@@ -385,7 +385,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
             fix="save it with pretrain_gpt.py",
         )
 
-    # The folder's name gives the iteration of a checkpoint without that value.
+    # If the checkpoint does not store its iteration, take it from the folder's name.
     iteration = common.iteration
     if iteration is None:
         iteration = 0
@@ -435,7 +435,7 @@ def _fits(
     expected: tuple[int, ...],
     is_padded: bool,
 ) -> bool:
-    """Return whether a tensor of shape ``stored`` has a parameter of ``expected`` shape at an index."""
+    """Return whether a tensor of shape ``stored`` contains a parameter of shape ``expected`` at an index."""
     if any(position >= extent for position, extent in zip(index, stored, strict=False)):
         return False
 
@@ -448,7 +448,8 @@ def _fits(
 def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]:
     """Return the possible locations of a layer's parameter: stacked over layers, then in a tensor per layer.
 
-    Megatron stacks layers that are all equal. Names differ between Transformer Engine's layers and its own.
+    Megatron stacks layers if all of them are equal. Names differ between Transformer Engine's layers and
+    Megatron's plain layers.
     """
     index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]
@@ -462,7 +463,7 @@ def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]
 
 
 def _iteration_folder(path: Path, setting: str) -> Path:
-    """Return the ``iter_*`` folder that the tracker names; a folder without tracker may be one itself."""
+    """Return the ``iter_*`` folder that the tracker names, or ``path`` itself if it is such a folder."""
     tracker = path / TRACKER
     if not tracker.is_file():
         if (path / DIRECTORY).is_file() or _is_legacy(path):
@@ -489,11 +490,11 @@ def _iteration_folder(path: Path, setting: str) -> Path:
     if not is_valid or not folder.is_dir():
         folder_names = sorted(item.name for item in path.iterdir() if item.is_dir())
         raise UserError(
-            "the newest iteration of the Megatron checkpoint is not there",
+            "the newest iteration of the Megatron checkpoint does not exist",
             where=str(tracker),
             expected=f"{folder.name}, by the tracker ({text[:20]!r})",
             got=", ".join(folder_names) or "no folder",
-            fix=f"copy {folder.name}, or name one that is there",
+            fix=f"copy {folder.name}, or name a folder that exists",
         )
     return folder
 
@@ -504,7 +505,7 @@ def _is_legacy(folder: Path) -> bool:
 
 
 def _size(path: Path) -> int | None:
-    """Return the bytes of a file; None if it does not exist."""
+    """Return the size of a file in bytes, or None if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,8 +1,9 @@
 """The offset of each parameter in the flat buffers of Megatron's distributed optimizer (dp_reshardable).
 
-In this format buffers are saved as they are in memory, so their arrangement is computed here as Megatron
-computes it. A rank has a buffer for each of its model chunks, and one more for the chunk's experts if these
-are reduced over another data-parallel group. A buffer has the parameters in reverse order of the modules.
+In this format buffers are saved as they are in memory, so their arrangement is computed here in the same way
+as in Megatron. A rank has a buffer for each of its model chunks, and another one for the chunk's experts if
+these are reduced over another data-parallel group. A buffer contains the parameters in reverse order of the
+modules.
 Sources: `ParamAndGradBuffer`, `DistributedDataParallel`, `get_megatron_optimizer`
 and `DistributedOptimizer.sharded_param_state_dp_reshardable`.
 """
@@ -21,7 +22,7 @@ from megatron_rl.shapes.layout import EMBEDDING, FIRST, LAST, LOSS, ParallelLayo
 from megatron_rl.shapes.model import ModelShape
 
 _ALIGNMENT = 64
-"""Parameters of a bucket begin at multiples of this number of elements."""
+"""Alignment of the parameters in a bucket, in elements."""
 _STAGES = {
     FIRST: "decoder_first_pipeline_num_layers",
     LAST: "decoder_last_pipeline_num_layers",
@@ -45,18 +46,18 @@ _MODULES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""The modules of a layer with parameters, in the order in which Megatron constructs them."""
+"""The modules with parameters of a layer, in the order in which Megatron constructs them."""
 _PARAMETER_NAMES = ("layer_norm_weight", "gate_weight", "weight", "bias")
 """The parameters of a module, in the order in which Megatron registers them."""
 
 
 class Order(NamedTuple):
-    """Implementation of a layer's modules, which decides the order of its parameters."""
+    """Implementation of a layer's modules, which determines the order of its parameters."""
 
     fused: bool
-    """Transformer Engine's norms are part of the linear layers that follow them."""
+    """Whether norms are part of the linear layers that follow them, as in Transformer Engine."""
     grouped: bool
-    """Transformer Engine's experts are one module."""
+    """Whether all experts are one module, as in Transformer Engine."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class FlatParameter:
     """
 
     name: str
-    """Megatron's name; layers are counted over the whole model, experts on the rank."""
+    """Megatron's name, with layers counted over the whole model and experts counted on the rank."""
     shape: tuple[int, ...]
     """Shape of the shard."""
     tensor: int
@@ -91,17 +92,17 @@ class _LocalParameter(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the shard."""
     replica: bool
-    """The values are read from another rank's buffer."""
+    """Whether the values are read from another rank's buffer instead."""
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Model as Megatron-LM built it."""
+    """Model whose optimizer wrote the buffers."""
 
     shape: ModelShape
     """Sizes of the model."""
     rows: int
-    """Rows of the padded vocabulary."""
+    """Number of rows of the padded vocabulary."""
     layout: ParallelLayout
     """Layout that wrote the checkpoint."""
     order: Order
@@ -133,7 +134,7 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
 def module_orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
-    The arguments alone do not determine it, since they do not include a user's own layer specs.
+    The arguments do not determine the implementation, since they do not include a user's own layer specs.
     """
     plain = Order(fused=False, grouped=False)
     fused = [Order(fused=True, grouped=False)]
@@ -152,12 +153,12 @@ def flat_parameters(
     sizes: Mapping[Bucket, int],
     order: Order,
 ) -> list[FlatParameter]:
-    """Return the location of every shard of every parameter, once, in buckets of ``sizes`` elements.
+    """Return one location for each shard of each parameter, in buckets of ``sizes`` elements.
 
-    ``rows`` are the rows of the padded vocabulary. Raises UserError if this model on the layout of the
-    ``arguments`` has buckets of other sizes.
+    ``rows`` is the number of rows of the padded vocabulary. Raises UserError if this model on the layout of
+    the ``arguments`` has buckets of other sizes.
     """
-    # An explicit layout string can place layers in any way, and is not parsed here.
+    # An explicit layout string can place layers in any way, and cannot be parsed here.
     layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
         raise other_buffers("stages that follow from other arguments", "pipeline_model_parallel_layout")
@@ -194,8 +195,8 @@ def _groups(
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield optimizer, index, shard and the chunks' parameters of every group of ranks with equal parameters.
 
-    A shard is (tensor, expert, expert-tensor) rank. With ``separate_experts`` experts have an optimizer of
-    their own, and so groups of their own.
+    A shard is (tensor, expert, expert-tensor) rank. With ``separate_experts`` experts have a separate
+    optimizer, and therefore separate groups.
     """
     layout = model.layout
     num_expert_shards = layout.expert * layout.expert_tensor
@@ -206,7 +207,7 @@ def _groups(
     for stage, chunks in enumerate(stages):
         is_last_stage = stage == len(stages) - 1
 
-        # Ranks with one tensor-parallel index have the same parameters outside of experts.
+        # Ranks with the same tensor-parallel index have the same parameters outside of experts.
         for tensor in range(layout.tensor):
             shard = (tensor, 0, tensor % layout.expert_tensor)
             buffers = []
@@ -237,9 +238,10 @@ def _chunk(
 ) -> list[_LocalParameter]:
     """Return a chunk's parameters in the order of its modules.
 
-    ``expert_flags`` selects parameters by `Weight.expert`: outside of experts, in them, or both.
+    ``expert_flags`` are the values of `Weight.expert` to include: False for weights outside of experts, True
+    for weights of experts.
     """
-    # The modules of a GPTModel in their order: embedding, decoder, output layer.
+    # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
     output: list[_LocalParameter] = []
     tensor_rank = shard[0]
@@ -255,7 +257,7 @@ def _chunk(
     for layer in layers:
         parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            # Expert biases of the router are buffers of the module, not parameters.
+            # The router's expert biases are buffers of the module, not parameters.
             is_buffer = weight.name.endswith("expert_bias")
             if weight.expert in expert_flags and not is_buffer:
                 parameters += _layer_parameters(model, layer, weight, shard)
@@ -273,7 +275,7 @@ def _layer_parameters(
     """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
     tensor, _, expert_tensor = shard
     if not weight.expert:
-        # Transformer Engine fuses a norm into the linear layer that follows, if the layer has that one.
+        # Transformer Engine fuses a norm into the linear layer that follows it, if there is one.
         name = weight.name
         modules = {_module_of(sibling.name) for sibling in model.shape.weights(layer)}
         if model.order.fused and _module_of(weight.fused) in modules:
@@ -284,7 +286,8 @@ def _layer_parameters(
         yield sort_key, _shard(model, f"decoder.layers.{layer}.{name}", weight, tensor)
         return
 
-    # One module has a layer of all experts together, separate modules have both layers of one expert.
+    # A grouped module contains one linear layer of all experts, a separate module both linear layers of one
+    # expert.
     linear, parameter = weight.name.split(".")[-2:]
     linear_index = int(linear == "linear_fc2")
     replicated = tensor >= model.layout.expert_tensor
@@ -328,10 +331,10 @@ def _shard(
     if weight.cut == "vocabulary":
         shape = (model.rows // count, *complete[1:])
     elif weight.cut == "latent" and model.order.fused:
-        # Transformer Engine's layers replicate it.
+        # Transformer Engine's layers replicate the projections to latents.
         shape = complete
 
-    # Of equal copies the first rank's is read.
+    # Of several equal copies the first rank's is read.
     is_copy = index > 0 and shape == complete
     return _LocalParameter(name, shape, replica or is_copy)
 
@@ -348,11 +351,11 @@ def _with_offsets(
     begin: Bucket,
     sizes: Mapping[Bucket, int],
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
-    """Yield each parameter of a buffer with bucket and first element; ``begin`` is the first bucket."""
+    """Yield each parameter of a buffer with its bucket and first element; ``begin`` is the first bucket."""
     bucket = begin
     end = 0
 
-    # Reversed, since the backward pass completes the gradients of the last layer first.
+    # Parameters are reversed, since the backward pass completes the gradients of the last layer first.
     for parameter in reversed(parameters):
         count = math.prod(parameter.shape)
         padding = -end % _ALIGNMENT
@@ -386,7 +389,7 @@ def _next_bucket(bucket: Bucket) -> Bucket:
 
 
 def other_buffers(expected: str, got: str) -> UserError:
-    """Return the error of buffers that do not belong to a checkpoint's model and layout."""
+    """Return the error for buffers that do not belong to a checkpoint's model and layout."""
     return UserError(
         "the optimizer's buffers in the Megatron checkpoint do not belong to its model and layout",
         expected=expected,

@@ -1,7 +1,7 @@
 """The pickles of a Megatron checkpoint, read without running them: arguments, tensors, optimizer states.
 
 The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
-and boxes of every tensor, and one more pickle has the values that all ranks have in common.
+and boxes of every tensor, and another pickle contains the values that are common to all ranks.
 
 A pickle is a program: it calls the functions that it names. The reader here resolves every name to an inert
 value, so that no checkpoint can run code.
@@ -23,22 +23,22 @@ from megatron_rl.error_forms import missing_file, unreadable_file
 from megatron_rl.errors import UserError
 
 COMMON = "common.pt"
-"""File of the values that all ranks have in common."""
+"""File of the values that are common to all ranks."""
 DIRECTORY = ".metadata"
 """File that lists the tensors."""
 _COMMON_VALUE = "common_state/shard_0_1"
-"""Name of the common values stored next to the tensors, as Megatron-Core 0.19 stores them."""
+"""Name of the common values in checkpoints of Megatron-Core 0.19, which stores them next to the tensors."""
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
-"""Prefixes of a model's tensors; others belong to the optimizer and to random generators."""
+"""Prefixes of a model's tensors; other tensors belong to the optimizer and to random generators."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-"""Optimizer state in the shape of a model's tensor: state, tensor."""
+"""Name of an optimizer state in the shape of a model's tensor; groups: state, tensor."""
 _GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
 _FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
-"""Optimizer state of a bucket as it is in memory: part, group, buffer, bucket, state."""
+"""Name of an optimizer state of a bucket; groups: part, group, buffer, bucket, state."""
 _SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
-"""Entry of the optimizer's settings and number of steps, next to its buckets."""
+"""Name of the optimizer's settings and number of steps, stored next to its buckets."""
 MASTERS = ("param", "fp32_param")
-"""Names of the state that is the master weights."""
+"""Names under which the master weights are stored as an optimizer state."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments."""
 _PLAIN_TYPES = (bool, int, float, str)
@@ -76,7 +76,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Complete shape."""
     dtype: str
-    """Name of the dtype, as ``torch.bfloat16``."""
+    """Name of the dtype, such as ``torch.bfloat16``."""
     chunks: tuple[Chunk, ...]
     """Boxes that make up the tensor."""
 
@@ -88,7 +88,7 @@ class Bucket(NamedTuple):
     """
 
     part: int
-    """Number of the chained optimizer: 1 for experts with an optimizer of their own."""
+    """Number of the chained optimizer: 1 for experts with a separate optimizer."""
     group: int
     """Index of the data-parallel group: the ranks with the same parameters."""
     buffer: int
@@ -102,16 +102,16 @@ class Bucket(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Tensors in a checkpoint's files: the model's and its optimizer's."""
+    """Tensors of a model and of its optimizer in a checkpoint's files."""
 
     tensors: Mapping[str, StoredTensor]
     """The model's tensors by name."""
     states: Mapping[str, Mapping[str, StoredTensor]]
-    """Optimizer states in the shape of the model's tensors: state -> tensor."""
+    """Optimizer states in the shape of the model's tensors: state -> name of the tensor -> tensor."""
     buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
-    """Optimizer states as they are in the ranks' memory: state -> bucket."""
+    """Optimizer states in the flat buffers of the ranks: state -> bucket -> tensor."""
     steps: int | None
-    """Steps of the optimizer, if they are stored next to its buffers."""
+    """Number of steps of the optimizer, or None if it is not stored next to its buffers."""
 
 
 class Common(NamedTuple):
@@ -120,13 +120,13 @@ class Common(NamedTuple):
     names: tuple[str, ...]
     """All keys."""
     arguments: dict[str, Any] | None
-    """Plain values among Megatron-LM's arguments; None for a checkpoint without arguments."""
+    """Plain values among Megatron-LM's arguments, or None if the checkpoint has no arguments."""
     iteration: int | None
-    """Number of the iteration."""
+    """Number of the iteration, or None if it is not stored."""
     steps: int | None
-    """Steps of the optimizer."""
+    """Number of steps of the optimizer, or None if it is not stored here."""
     sharding: str | None
-    """Format in which the distributed optimizer stored its states, as ``dp_reshardable``."""
+    """Format in which the distributed optimizer stored its states, such as ``dp_reshardable``, or None."""
 
 
 # --- Unpickling without running code
@@ -139,14 +139,14 @@ class State:
 class Inert:
     """Inert stand-in for an object that a pickle constructs.
 
-    It accepts any arguments and state, and returns itself when it is called. A class or function that the
-    pickle names without calling it stays a subclass of this one.
+    It accepts any arguments and state, and returns itself when it is called. Classes and functions that the
+    pickle names are subclasses of this one.
     """
 
     name = ""
-    """Module and name of the class or function, as ``torch.FloatStorage``."""
+    """Module and name of the class or function, such as ``torch.FloatStorage``."""
     args: tuple[Any, ...]
-    """Positional arguments of its construction."""
+    """Positional arguments with which the object is constructed."""
     state: State
     """Attributes that the pickle sets."""
 
@@ -196,14 +196,14 @@ class _Reader(pickle.Unpickler):
         return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any, /) -> Any:
-        # A tensor's storage, which torch.save writes next to the pickle.
+        # The id stands for a tensor's storage, which torch.save writes next to the pickle.
         if not isinstance(pid, tuple):
             return Inert()
         return Inert(*pid)
 
 
 def read_pickle(content: bytes) -> Any:
-    """Unpickle without running code: plain values as they are, all others as `Inert`.
+    """Unpickle without running code: return plain values unchanged, and all other objects as `Inert`.
 
     Raises exceptions of any type for damaged bytes.
     """
@@ -211,7 +211,7 @@ def read_pickle(content: bytes) -> Any:
 
 
 def names_in(content: bytes) -> set[tuple[str, str]]:
-    """Return (module, name) of every global that a pickle would import; raises as `read_pickle`."""
+    """Return (module, name) of every global that a pickle would import; raise errors like `read_pickle`."""
     reader = _Reader(io.BytesIO(content))
     reader.load()
     return reader.names
@@ -221,10 +221,9 @@ def names_in(content: bytes) -> set[tuple[str, str]]:
 
 
 def read_common(folder: Path) -> Common:
-    """Read the values that all ranks have in common; raises UserError for a damaged or missing file.
+    """Read the values that are common to all ranks; raise UserError for a damaged or missing file.
 
-    They are in common.pt or, as Megatron-Core 0.19 writes them, in a list of one value stored next to the
-    tensors.
+    They are in common.pt. Megatron-Core 0.19 stores them next to the tensors instead, in a list of one value.
     """
     path = folder / COMMON
     try:
@@ -266,7 +265,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 
 def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
-    """Return the bytes of the first value with a matching name in the files of tensors.
+    """Read the bytes of the first value with a matching name from the directory's tensor files.
 
     ``storage`` is the directory's map from names to files and offsets.
     """
@@ -275,7 +274,7 @@ def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str])
         if not name.fullmatch(value_name):
             continue
 
-        # Only the file's name counts: a path cannot lead out of the folder.
+        # Use only the file's name, so that a forged path cannot lead out of the folder.
         fields = vars(location.state)
         file_name = Path(fields["relative_path"]).name
         with open(folder / file_name, "rb") as file:
@@ -286,7 +285,7 @@ def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str])
 
 
 def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
-    """Return the values of a file of torch.save, and the prefix of its entries."""
+    """Return the values in a file that torch.save wrote, and the prefix of the file's entries."""
     (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
     content = read_pickle(archive.read(name))
     # Megatron-Core 0.19 stores a list of one value.
@@ -298,7 +297,7 @@ def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
 
 
 def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
-    """Return the number of steps in an optimizer's settings; None unless they contain exactly one number."""
+    """Return the number of steps in an optimizer's settings, or None without exactly one number."""
     values = [*_values_under(settings, "step"), *_values_under(settings, "common_step")]
     steps = {_count(value, archive, prefix) for value in values}
     steps.discard(None)
@@ -322,11 +321,11 @@ def _values_under(value: Any, name: str) -> Iterator[Any]:
 
 
 def _count(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
-    """Return a number, or the element of a scalar tensor; None for other values.
+    """Return a number or the element of a scalar tensor as an integer, or None for other values.
 
-    torch's own Adam has its steps in a tensor.
+    torch's Adam stores its number of steps in a tensor.
     """
-    # A pickled tensor is a call of _rebuild_tensor with its storage and offset; the storage is a persistent
+    # A pickled tensor is a call of _rebuild_tensor with its storage and offset. The storage is a persistent
     # id: "storage", type, key, ...
     if isinstance(value, Inert) and len(value.args) > 1:
         storage, offset = value.args[:2]
@@ -343,7 +342,7 @@ def _count(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
 
 
 def read_tensors(folder: Path) -> Stored:
-    """Return the tensors in the files of a checkpoint; raises UserError as `read_common`."""
+    """Return the tensors in the files of a checkpoint; raise UserError like `read_common`."""
     try:
         return _tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
@@ -371,23 +370,23 @@ def _tensors(folder: Path) -> Stored:
             continue
         boxes = locations.get(name, {})
 
-        # A bucket of an optimizer's buffer; optimizers other than Adam have other states.
+        # Buckets of an optimizer's buffer. States of other optimizers than Adam are skipped.
         flat_match = _FLAT.fullmatch(name)
         if flat_match:
             *numbers, state = flat_match.groups()
             if state in _ADAM_STATES:
                 bucket = Bucket(*(int(number or 0) for number in numbers))
-                buffers.setdefault(state, {})[bucket] = _stored(entry, boxes)
+                buffers.setdefault(state, {})[bucket] = _stored_tensor(entry, boxes)
             continue
 
-        # A state in the shape of a model's tensor, or a tensor of the model.
+        # States in the shape of a model's tensor, and tensors of the model.
         state_match = _STATE.fullmatch(name)
         if state_match:
             state, tensor_name = state_match.groups()
             if state in _ADAM_STATES and _is_weight(tensor_name):
-                states.setdefault(state, {})[tensor_name] = _stored(entry, boxes)
+                states.setdefault(state, {})[tensor_name] = _stored_tensor(entry, boxes)
         elif _is_weight(name):
-            tensors[name] = _stored(entry, boxes)
+            tensors[name] = _stored_tensor(entry, boxes)
 
     # With flat buffers the optimizer's settings are stored next to them, not in the common values.
     steps = None
@@ -399,11 +398,11 @@ def _tensors(folder: Path) -> Stored:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a tensor belongs to the model's weights: extra states of modules do not."""
+    """Return whether a tensor is one of the model's weights; extra states of modules are not."""
     return name.startswith(_MODEL) and "_extra_state" not in name
 
 
-def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
+def _stored_tensor(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
     """Return a tensor of the directory, with the boxes that have a location in a file."""
     chunks = []
     for metadata in entry["chunks"]:
@@ -431,7 +430,7 @@ def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) 
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that JSON can represent, and classes by name; no other argument describes a model."""
+    """Yield the values that JSON can represent, and the names of classes; others do not describe a model."""
     for name, value in values.items():
         if isinstance(value, type) and issubclass(value, Inert):
             yield name, value.name
@@ -442,7 +441,7 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    """Return the error of a file that does not exist or cannot be unpickled."""
+    """Return the error for a file that does not exist or cannot be unpickled."""
     expected = "what Megatron-LM writes with --ckpt-format torch_dist"
     fix = "copy the whole folder again, or name another iteration"
     if isinstance(error, FileNotFoundError) and not path.exists():

@@ -14,7 +14,7 @@ from math import exp, expm1
 _FIXED_ABOVE = 0.995
 """Fraction of the limit above which lengths are assumed equal: no truncated exponential has such a mean."""
 _BISECTIONS = 80
-"""Bisection steps for the scale, enough for the precision of a float."""
+"""Number of bisection steps for the scale, enough for the precision of a float."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Lengths:
     longest: float
     """Limit of a response, tokens."""
     scale: float | None
-    """Scale of the exponential before truncation, tokens; None where every response has the same length."""
+    """Scale of the exponential before truncation, tokens, or None if every response has the same length."""
 
-    def alive(self, length: float) -> float:
+    def fraction_longer(self, length: float) -> float:
         """Return the fraction of responses that are longer than ``length`` tokens."""
         # Responses are truncated at the limit.
         if length >= self.longest:
@@ -84,17 +84,17 @@ def attended_context(prompt: float, lengths: Lengths) -> float:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Rows of one step: prompts times samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over.
+    """Rows of one step: prompts times samples, divided into ``optimizer_steps`` mini-batches per epoch.
 
     Example: ``StepBatch(128, 8, optimizer_steps=2, prompt=512.0, lengths=lengths, longest=4608.0)``.
     """
 
     prompts: int
-    """Prompts of a step."""
+    """Number of prompts of a step."""
     samples: int
-    """Responses per prompt."""
+    """Number of responses per prompt."""
     optimizer_steps: int
-    """Mini-batches of an epoch."""
+    """Number of mini-batches of an epoch."""
     prompt: float
     """Length of a prompt, tokens."""
     lengths: Lengths
@@ -102,11 +102,11 @@ class StepBatch:
     longest: float
     """Limit of prompt plus response, tokens."""
     packing: bool = True
-    """Whether micro-batches are filled by tokens; else by rows, padded to the longest of them."""
+    """Whether micro-batches are filled by tokens; otherwise by rows, padded to the longest row."""
     epochs: int = 1
-    """Passes over the rows of a step."""
+    """Number of passes over the rows of a step."""
     oversample: float | None = None
-    """Open order: rows in flight beyond those of a step, as a fraction of these; None: closed order."""
+    """Extra rows in flight in the open order, as a fraction of a step's rows; None for the closed order."""
 
     @property
     def rows(self) -> int:
@@ -120,7 +120,7 @@ class StepBatch:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of all rows, prompts included."""
+        """Return the number of tokens of all rows, prompts included."""
         return self.rows * self.mean_row
 
     @cached_property

@@ -31,7 +31,7 @@ MAX_SPEEDUP = 4.0
 MAX_SLOWDOWN = 50.0
 """Largest plausible ratio of measured to predicted seconds, if the run used the GPU of the prediction."""
 LISTED_METRICS = 10
-"""Metrics that an error lists."""
+"""Largest number of metrics that an error lists."""
 _DEFAULT_GPU = "h100"
 _REST = "rest"
 """Key of the seconds of a step that belong to no phase."""
@@ -64,7 +64,7 @@ def _require_file(path: Path, option: str) -> Path:
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that are steps, without the first step, which warms up.
+    """Return the lines of metrics.jsonl that are steps, without the first one, which includes warm-up.
 
     Raises UserError for a run without steps.
     """
@@ -158,10 +158,13 @@ def _train_factor(
 
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
-    """Raise UserErrors for phases that are implausibly fast or slow on such GPUs."""
+    """Raise UserErrors for phases that are implausibly fast or slow for the GPU.
+
+    ``phases``: (predicted, measured) seconds by phase.
+    """
     errors = []
     for name, (predicted, seconds) in phases.items():
-        # The remainder of a step is time of the host, for which there is no bound.
+        # The remainder of a step is time of the host, which has no bounds.
         if name == _REST:
             continue
         lower_bound = predicted / MAX_SPEEDUP
@@ -208,8 +211,8 @@ def calibrate(
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Return (constants override, {phase: (predicted, measured) seconds}) of a run folder.
 
-    ``gpu`` defaults to that of the configuration, else to h100. ``model`` replaces a model.path that no
-    longer exists. Raises UserError if the folder has no configuration or no phase times.
+    ``gpu`` defaults to the configuration's GPU, or to h100 if it names none. ``model`` replaces a model.path
+    that no longer exists. Raises UserError if the folder has no configuration or no phase times.
     """
     steps = read_steps(run_dir)
     config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
@@ -241,7 +244,7 @@ def calibrate(
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
-    # Score and reward have one efficiency, since both are forward passes.
+    # Score and reward have a common efficiency, since both are forward passes.
     slowdown = _slowdown(phases, "score", "reward")
     if slowdown is not None:
         efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs / slowdown
@@ -250,7 +253,7 @@ def calibrate(
     if efficiency:
         override["efficiency"] = efficiency
 
-    # One factor for all of generation, its fixed time included.
+    # Generation has one factor, which also scales its fixed time.
     slowdown = _slowdown(phases, "generate")
     if slowdown is not None:
         override["decode"] = {
@@ -258,7 +261,7 @@ def calibrate(
             "rl_fixed_seconds": constants.decode.rl_fixed_seconds * slowdown,
         }
 
-    # And one for all links of a weight sync.
+    # A weight sync has one factor for all links.
     slowdown = _slowdown(phases, "reshard")
     if slowdown is not None:
         weight_sync = constants.weight_sync
@@ -271,7 +274,7 @@ def calibrate(
 
 
 def _slowdown(phases: Mapping[str, tuple[float, float]], *names: str) -> float | None:
-    """Return measured over predicted seconds of some phases together, None if none of them was measured."""
+    """Return measured over predicted seconds of some phases together, or None if no phase was measured."""
     predicted_seconds = 0.0
     measured_seconds = 0.0
     for name in names:

@@ -1,4 +1,4 @@
-"""Prediction of a step of a checked configuration: seconds by phase, or the reason why there are none."""
+"""Prediction of a step of a checked configuration: seconds by phase, or the reason why it is impossible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.planning.predict.step import RunStep, predict_run
 from megatron_rl.shapes.hardware import load_constants
 
 ASSUMED_GPU = "h100"
-"""GPU of a prediction for a configuration that names none."""
+"""GPU for predictions if the configuration names no GPU."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class CheckedStep:
     """
 
     gpu: str | None = None
-    """Name of the GPU in constants.json; None without a prediction."""
+    """Name of the GPU in constants.json, or None if there is no prediction."""
     assumed: bool = False
-    """Whether the configuration names no GPU, so that `ASSUMED_GPU` was taken."""
+    """Whether the GPU is `ASSUMED_GPU` because the configuration names none."""
     response_tokens: float = 0.0
     """Mean tokens of a response that the prediction assumes."""
     step: RunStep | None = None
-    """Seconds and FLOPs of the step; None without a prediction."""
+    """Seconds and FLOPs of the step, or None if there is no prediction."""
     reason: str = ""
-    """Reason why there is no prediction."""
+    """Reason why there is no prediction, or an empty string."""
 
 
 def predict_checked(report: CheckReport) -> CheckedStep:
@@ -44,7 +44,7 @@ def predict_checked(report: CheckReport) -> CheckedStep:
         return CheckedStep(reason="the model's config.json is not on this machine")
     if not config.rollout.capabilities.in_process:
         return CheckedStep(reason="generation takes as long as the servers need")
-    # The constants have rates of half precision alone, and float32 runs are those of hosts.
+    # The constants are rates in half precision; float32 is only used on hosts.
     if config.model.dtype == "float32":
         return CheckedStep(reason="constants are for bfloat16 on GPUs, and model.dtype is float32")
 
@@ -54,7 +54,7 @@ def predict_checked(report: CheckReport) -> CheckedStep:
     except UserError:
         return CheckedStep(reason=f"the planner has no constants of {config.gpu}")
 
-    # A check for other machines accepts code that cannot be imported on this one.
+    # A check for other machines accepts code that cannot be imported on this machine.
     try:
         algorithm_of(config)
     except UserError:

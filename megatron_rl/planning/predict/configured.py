@@ -1,7 +1,8 @@
 """Predict the layout of a run's own configuration, and compare it with the layouts that the search finds.
 
-The one idea: a found layout is a list of overrides of the configuration. So `check` predicts the given layout
-and the found ones alike, with everything else that the user wrote: lengths, mini-batches, optimizer, engine.
+The idea: each layout of the search is a list of overrides of the configuration. So `check` predicts these
+layouts in the same way as the given one, with all other settings of the user: lengths, mini-batches,
+optimizer, engine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ConfiguredPlan:
     """
 
     name: str
-    """The given layout, or the kind of placement."""
+    """Name: "the given layout", or the kind of placement."""
     overrides: tuple[str, ...]
     """Overrides of the configuration that select the layout; empty for the given one."""
     report: CheckReport
@@ -60,7 +61,7 @@ class ConfiguredPlan:
     network: Mapping[str, float]
     """Bytes that leave the NVLink domain of the busiest rank in a step, by cause."""
     reasons: tuple[str, ...]
-    """Why the layout is no simpler than it is."""
+    """Reasons why no simpler layout was selected."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class ConfiguredPlans:
     given: ConfiguredPlan
     """Layout of the configuration."""
     found: tuple[ConfiguredPlan, ...]
-    """Best plan of each placement that passes the check."""
+    """Best plan of each placement whose configuration passes `check`."""
     rejected: tuple[str, ...]
     """Placements whose configuration does not pass, each with its first error."""
     assumed_gpu: bool = False
-    """Whether nothing names the GPU, so that `ASSUMED_GPU` was taken."""
+    """Whether the GPU is `ASSUMED_GPU` because neither the configuration nor the command names one."""
 
 
 def plan_configuration(
     path: Path, overrides: Sequence[str], world_size: int | None, gpu: str | None, constants: Constants
 ) -> ConfiguredPlans:
-    """Predict the layout of a configuration and the best plan of each placement on as many GPUs.
+    """Predict the layout of a configuration and the best plan of each placement on the same number of GPUs.
 
-    ``gpu`` replaces the configuration's; without either it is `ASSUMED_GPU`. Raises UserErrors for a
-    configuration with errors other than missing files, and for roles that the search does not place.
+    ``gpu`` replaces the configuration's GPU; if both are None, the GPU is `ASSUMED_GPU`. Raises UserErrors
+    for a configuration with errors other than missing files, and for roles that the search does not place.
     """
     machine_overrides = list(overrides)
     if gpu is not None:
@@ -99,7 +100,7 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    baseline = _configured("the given layout", (), report, constants, ())
+    baseline = _configured_plan("the given layout", (), report, constants, ())
 
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
@@ -110,7 +111,7 @@ def plan_configuration(
         if candidate.errors:
             rejected.append(f"{plan.name}: {candidate.errors[0].message}")
             continue
-        candidates.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
+        candidates.append(_configured_plan(plan.name, changes, candidate, constants, plan.reasons))
     candidates.sort(key=lambda entry: entry.step.total)
     return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
 
@@ -121,7 +122,7 @@ def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> Chec
 
 
 def _split(config: RunConfig) -> str:
-    """Return the sampling schedule of generation-only GPUs, one of `SPLITS`, from order and asynchrony."""
+    """Return the sampling schedule, one of `SPLITS`, from the configuration's order and asynchrony."""
     if config.rollout.order == OPEN:
         return OPEN_ORDER
     if config.asynchrony.steps_ahead:
@@ -130,7 +131,7 @@ def _split(config: RunConfig) -> str:
 
 
 def configured_problem(report: CheckReport, constants: Constants) -> Problem:
-    """Return the search problem of a checked configuration; raises UserError for roles it cannot place."""
+    """Return the search problem of a checked configuration; raise UserError for roles it cannot place."""
     config = report.valid()
     layouts = report.layouts or {}
     dtype = config.model.dtype
@@ -215,7 +216,7 @@ def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport)
         for name, value in section.get("megatron", {}).items():
             values[f"{path}.megatron.{name}"] = value
 
-    # Leave out what the configuration has already; a derived value would be derived again.
+    # Leave out values that the configuration already has, and values that it would derive.
     config_values = flatten(config)
     overrides: list[str] = []
     for key, value in values.items():
@@ -227,20 +228,20 @@ def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport)
 
 
 def _text(value: Any) -> str:
-    """Return a value as an override writes it."""
+    """Return a value in the format of overrides."""
     if value is None:
         return "null"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _configured(
+def _configured_plan(
     name: str,
     overrides: Sequence[str],
     report: CheckReport,
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Return a layout with its predicted step and its bytes across nodes."""
+    """Return the plan of a checked configuration: its predicted step, and its bytes across nodes by cause."""
     config = report.config
     layouts = report.layouts or {}
     assert report.shape is not None and report.sync is not None
@@ -248,7 +249,7 @@ def _configured(
     gpu = config.gpu or ASSUMED_GPU
     step = predict_run(config, constants, gpu, shapes)
 
-    # Bytes of the busiest rank: those of the learners on one rank add up, and the weight sync comes on top.
+    # Bytes of the busiest rank: the sum over the trained roles on it, and the weight sync.
     cluster = constants.cluster(gpu, report.world_size, config.gpus_per_node, config.network_gigabits_per_gpu)
     batch = run_batch(config, layouts, RunStats())
     network: dict[str, float] = {}
@@ -264,12 +265,12 @@ def _configured(
 
 
 def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
-    """Describe how much faster or slower a plan is than the given layout, and the phase that changes most."""
+    """Describe how much faster or slower than the given layout a plan is, and the phase that changes most."""
     total = plan.step.total - baseline.step.total
     changes = {phase: plan.step.seconds[phase] - baseline.step.seconds[phase] for phase in PHASES}
     share = abs(total) / baseline.step.total
 
-    # Less than 1% is far below the error of the predictions.
+    # A difference below 1% is far smaller than the error of the predictions.
     if share < 0.01:
         return "as fast as the given layout"
 
@@ -282,7 +283,7 @@ def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
 
 
 def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
-    """Return the given layout and the best found ones as text."""
+    """Return the given layout and the best layouts of the search as text."""
     baseline = plans.given
     config = baseline.report.config
     batch = run_batch(config, baseline.report.layouts or {}, RunStats())
@@ -308,7 +309,7 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
         lines += [f"     why         {reason}" for reason in plan.reasons]
         lines += _override_lines(plan.overrides)
 
-    # A placement that fits the search's estimate may still be refused by the check's.
+    # A placement that fits by the search's estimate of memory may not fit by the estimate of `check`.
     lines += ["", *(f"not shown: {text}" for text in plans.rejected)]
     if not best:
         lines.append("no other layout passes check")
@@ -335,8 +336,8 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
 
 
 def _override_lines(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a layout as lines that can be pasted behind a command."""
-    # A quoted value may contain spaces, at which no line may break.
+    """Format the overrides of a layout as lines that can be pasted after a command."""
+    # Break between overrides only: a quoted value may contain spaces.
     lines = [""]
     for text in map(shlex.quote, overrides):
         if lines[-1] and len(lines[-1]) + len(text) >= _OVERRIDE_WIDTH:

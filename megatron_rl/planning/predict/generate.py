@@ -2,8 +2,9 @@
 
 A decode step reads the weights and the cache once and computes two FLOPs per active parameter and sequence
 (Pope et al. 2022, arXiv 2211.05102); it adds two all-reduces per layer, a fixed cost per layer, and the
-engine's host loop. A batch lasts until its longest response ends, so the time of a step is integrated over
-the response length with the sequences that are still alive, instead of taken at the mean length.
+engine's host loop. A batch lasts until its longest response ends, so the time of a decode step is integrated
+over the response length, with the number of unfinished sequences at each length, instead of taken at the mean
+length.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from math import exp, inf, log2
 
 from megatron_rl.planning.predict.batch import Lengths, StepBatch
 from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
-from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
@@ -21,9 +21,9 @@ from megatron_rl.shapes.model import ModelShape
 POINTS = 32
 """Number of response lengths at which a decode step is evaluated to integrate over lengths."""
 _CACHE_BYTES = 2
-"""Largest size of an element of the key-value cache in bytes; smaller weights imply a smaller cache."""
+"""Largest size of an element of the key-value cache in bytes; if weights have fewer, so has the cache."""
 _PREFILL_TOKENS = 8192
-"""Tokens of a prefill batch, whose activations the engine must reserve memory for."""
+"""Number of tokens of a prefill batch, for whose activations the engine must reserve memory."""
 _ENGINE_SHARE = 0.25
 """Fraction of the engine's fixed memory that counts towards its `memory_fraction`."""
 
@@ -38,13 +38,13 @@ class RolloutLayout:
     tensor: int = 1
     """Tensor parallelism of a replica."""
     pipeline: int = 1
-    """Pipeline stages of a replica."""
+    """Number of pipeline stages of a replica."""
     expert: int = 1
-    """GPUs over which routed experts are spread."""
+    """Number of GPUs over which routed experts are distributed."""
     replicas: int = 1
-    """Data-parallel replicas of the engine."""
+    """Number of data-parallel replicas of the engine."""
     max_sequences: int | None = None
-    """Largest number of sequences that a replica decodes at once; None: the engine's default."""
+    """Largest number of sequences that a replica decodes at a time, or None for the engine's default."""
     memory_fraction: float = 0.6
     """Fraction of a GPU's memory that the engine reserves."""
     engine: str = "current"
@@ -79,23 +79,23 @@ class DecodeCost:
     """
 
     fixed: float
-    """Seconds of any step."""
+    """Seconds of a step that do not depend on its sequences."""
     per_sequence: float
     """Seconds per sequence."""
     per_cached_token: float
-    """Seconds to read a cached token."""
+    """Seconds to read the keys and values of a cached token."""
     dense_weights: float
     """Seconds to read the dense weights."""
     expert_weights: float
     """Seconds to read all routed experts."""
     flops: float
-    """Seconds of the matrix products per sequence."""
+    """Seconds of matrix products per sequence."""
     hit: float
     """Mean probability that a sequence is routed to a given expert."""
     spread: float
     """Standard deviation of an expert's load over its mean."""
     pipeline: int
-    """Pipeline stages, which share the sequences."""
+    """Number of pipeline stages, over which the sequences are divided."""
 
     def seconds(self, batch: float, context: float) -> float:
         """Return seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
@@ -163,14 +163,14 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
         reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
         per_sequence += reduced_bytes / rate
 
-    # Each step reads and writes the states of delta nets.
+    # Each step reads and writes the states that some mixers have for each row.
     cache_rate = gpu.hbm * decode.kv_bandwidth
     element_bytes = min(_CACHE_BYTES, weight_bytes)
-    per_sequence += 2.0 * state_bytes_per_row(model, tensor, element_bytes) / cache_rate
+    per_sequence += 2.0 * model.state_bytes_per_row(tensor, element_bytes) / cache_rate
 
     # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
-    flop_rate = gpu.rate_at(machine.precision, decode.gemm)
+    flop_rate = gpu.achieved_flops(machine.precision, decode.gemm)
 
     # Routing is uniform on average.
     hit = 0.0
@@ -207,28 +207,28 @@ def prefill_seconds(
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         token_flops += expert_flops * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
 
-    rate = machine.gpu.rate_at(machine.precision, machine.constants.decode.prefill_gemm)
+    rate = machine.gpu.achieved_flops(machine.precision, machine.constants.decode.prefill_gemm)
     return tokens * token_flops / (rollout.gpus * rate)
 
 
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return weight bytes on one rollout GPU."""
+    """Return the bytes of weights on one rollout GPU."""
     parameters = rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
     return machine.weight_bytes * parameters
 
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
-    """Return live activation bytes of a prefill over ``tokens`` tokens: 6h + 6f/t each."""
-    inner = model.mlp_width
-    if model.experts:
-        inner = model.experts_per_token * model.expert_width + model.shared_width
+    """Return the bytes of activations in a prefill of ``tokens`` tokens: 6h + 6f/t per token."""
+    # Most layers of a mixture of experts have routed experts.
+    feed_forward = max(model.feed_forwards, key=lambda kind: kind.routed)
+    inner = feed_forward.inner_width(model)
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens that the cache of one replica has room for.
+    """Return the number of tokens for which the cache of one replica has room.
 
-    Negative if the weights do not fit. The cache has the precision of the weights, two bytes at most.
+    It is negative if the weights do not fit. The cache has the precision of the weights, at most two bytes.
     """
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
@@ -237,7 +237,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     room -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     room -= rollout_weight_bytes(model, rollout, machine)
 
-    # A model of delta nets alone caches no keys and values: the sign shows whether the weights fit.
+    # A model may cache no keys and values: the sign of the free bytes shows whether the weights fit.
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
     if not token_bytes:
         return room
@@ -245,12 +245,12 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens whose keys and values need as many bytes as a row's delta net states."""
+    """Return the number of tokens whose keys and values need as many bytes as a row's recurrent states."""
     element_bytes = min(_CACHE_BYTES, machine.weight_bytes)
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
     if not token_bytes:
         return 0.0
-    return state_bytes_per_row(model, rollout.tensor, element_bytes) / token_bytes
+    return model.state_bytes_per_row(rollout.tensor, element_bytes) / token_bytes
 
 
 def replica_seconds(
@@ -264,8 +264,9 @@ def replica_seconds(
 ) -> float:
     """Return seconds until the last of ``rows`` responses on one replica is complete.
 
-    Steps run to the longest response. If more sequences are unfinished than fit into the engine or its cache,
-    the others wait. Infinite if the cache has no room for one sequence.
+    Decode steps continue to the end of the longest response. If more sequences are unfinished than fit into
+    the engine or its cache, the others wait. The result is infinite if the cache has no room for one
+    sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     capacity = cache_tokens(model, rollout, machine)
@@ -286,7 +287,7 @@ def replica_seconds(
     cached_prompt = prompt / prefix_copies
     for point in range(POINTS):
         length = (point + 0.5) * width
-        alive = max(1.0, rows * lengths.alive(length))
+        alive = max(1.0, rows * lengths.fraction_longer(length))
         cached_tokens = cached_prompt + length + state_tokens
         rows_that_fit = max(1.0, capacity / cached_tokens)
         running = min(alive, sequence_limit, rows_that_fit)
@@ -304,11 +305,12 @@ def steady_seconds(
     rows: float,
     batch: StepBatch,
 ) -> float:
-    """Return seconds in which one replica of the open order completes ``rows`` responses.
+    """Return seconds in which one replica completes ``rows`` responses in the open order.
 
-    ``rows`` sequences and the over-sampled ones (`StepBatch.oversample`) are always in flight: no sequence
-    waits for the longest. One weight update falls into these seconds, after which the keys and values of all
-    running sequences are recomputed. Infinite if the cache has no room for one sequence.
+    ``rows`` sequences and the extra sequences of `StepBatch.oversample` are always in flight, so that the
+    replica never waits for the longest response. There is one weight update in this time, after which the
+    keys and values of all running sequences are recomputed. The result is infinite if the cache has no room
+    for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     prompt = batch.prompt
@@ -318,7 +320,8 @@ def steady_seconds(
     if capacity < prompt + lengths.longest + state_tokens:
         return inf
 
-    # Mean current length of a response in flight. Long responses are in flight for longer, hence E[l^2].
+    # Mean number of tokens that a response in flight has so far. Long responses are in flight for longer,
+    # hence E[l^2].
     generated = lengths.mean_square() / (2.0 * lengths.mean)
     context = prompt + generated
     sequence_limit = rollout.max_sequences or engine.max_sequences
@@ -326,7 +329,7 @@ def steady_seconds(
     rows_that_fit = capacity / (context + state_tokens)
     running = max(1.0, min(in_flight, sequence_limit, rows_that_fit))
 
-    # Prefill of new rows, whose samples share a prompt's, and recompute of running rows after the update.
+    # Prefill new rows, whose samples may share that of a prompt, and recompute running rows after the update.
     prefix_copies = 1
     if engine.prefix_caching:
         prefix_copies = batch.samples
@@ -345,11 +348,11 @@ def generate_seconds(
     batch: StepBatch,
     machine: Machine,
 ) -> float:
-    """Return seconds of a step's generation over all replicas (rows are spread evenly)."""
+    """Return seconds of a step's generation; rows are divided evenly over all replicas."""
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
-        # A replica with fewer rows than a prompt has samples shares the prefill among its own rows only.
+        # If a replica has fewer rows than a prompt has samples, only these rows share a prefill.
         samples = min(batch.samples, max(1, round(rows)))
         seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
     else:

@@ -1,11 +1,11 @@
 """Seconds and bytes of a role's two phases: the forward pass over a step's rows, and training on them.
 
-The one idea: a layer's time is a sum of a few terms, each work divided by an achieved rate; everything else
-is a multiple of the layer. From the layer up:
+The idea: the time of a layer is a sum of a few terms, each of which is work divided by an achieved rate. The
+times of stages and steps are computed from the time of an average layer:
 
-Layer: matrix products at the GPU's achieved rate, attention at a rate of its own, memory-bound tensors
-(norms, activations, permutations) at HBM rate, and the communication that is not overlapped; at least the
-time to launch its kernels. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
+Layer: matrix products at the GPU's achieved rate, attention at a separate rate, memory-bound tensors (norms,
+activations, permutations) at HBM rate, and the communication that is not overlapped; but at least the time to
+launch its kernels. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
 2104.04473) section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two
 reduce-scatters per layer and direction).
 
@@ -37,10 +37,10 @@ from megatron_rl.shapes.memory import (
     scoring_memory,
     training_memory,
 )
-from megatron_rl.shapes.model import LayerKind, ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 _BACKWARD_LAUNCHES = 1.5
-"""Assumed ratio of the kernel launches, and waits for the host, of a layer's backward to its forward pass."""
+"""Assumed ratio of kernel launches and waits for the host in a layer's backward pass to its forward pass."""
 _ATTENTION_BACKWARD_FLOPS = 2.5
 """FLOPs of flash attention's backward pass over those of its forward pass.
 
@@ -75,7 +75,7 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
 
 def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
     """Return seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
-    # A group of one has nothing to send.
+    # A group of one rank sends no messages.
     if size <= 1:
         return 0.0
     rank_bytes = total_bytes * (size - 1) / size
@@ -105,7 +105,7 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
     distinct_nodes = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
     remote_nodes = distinct_nodes * (nodes - 1) / nodes
 
-    # The slower of the two links counts: tokens are forwarded over NVLink while others arrive.
+    # The slower link determines the time: tokens are forwarded over NVLink while others arrive.
     network_bytes = sent_bytes / max(1, copies) * remote_nodes
     network_seconds = network_bytes / (cluster.network * efficiency.network)
     return max(nvlink_seconds, network_seconds)
@@ -122,15 +122,15 @@ class LayerSeconds:
     """
 
     forward: float
-    """Forward pass of the layer."""
+    """Seconds of the layer's forward pass."""
     backward: float
-    """Backward pass of the layer."""
+    """Seconds of the layer's backward pass."""
     attention: float
     """Part of ``forward`` that selective recompute repeats."""
     head_forward: float
-    """Forward pass of the output layer."""
+    """Seconds of the output layer's forward pass."""
     head_backward: float
-    """Backward pass of the output layer."""
+    """Seconds of the output layer's backward pass."""
 
 
 def gemm_rate(machine: Machine, precision: str, width: float) -> float:
@@ -170,10 +170,12 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
     permutations, before and after the exchange, both ways: 12 k h.
     """
-    # An average layer is the mean of dense and routed layers.
+    # An average layer is the mean of all layers.
     moe_share = model.moe_layers / model.layers
-    routed_width = model.experts_per_token * model.expert_width + model.shared_width
-    inner_width = model.mlp_width * (1 - moe_share) + routed_width * moe_share
+    inner_widths = sum(
+        count * feed_forward.inner_width(model) for feed_forward, count in model.feed_forwards.items()
+    )
+    inner_width = inner_widths / model.layers
     bytes_per_inner = 4.0
     if model.gated:
         bytes_per_inner = 6.0
@@ -220,19 +222,17 @@ def _exposed_communication(
 
     # Context parallelism, by heads or by keys and values.
     if layout.context > 1 and exchanges_heads:
-        heads = model.heads / layout.tensor
-        groups = model.kv_heads / layout.tensor
-        # If the context size does not divide the key-value heads, they are repeated for every head.
-        if model.mla or groups % layout.context:
-            groups = heads
-        exchanged_bytes = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
+        elements = sum(
+            count * mixer.exchanged_elements(model, layout.tensor, layout.context)
+            for mixer, count in model.mixers.items()
+        )
+        exchanged_bytes = 2.0 * tokens * elements / model.layers
         total += gather_seconds(machine, layout.context, layout.tensor, exchanged_bytes)
     elif layout.context > 1:
-        # MLA gathers its compressed keys and values, which all heads share.
-        width = 2 * max(1, model.kv_heads // layout.tensor) * model.head_dim
-        if model.mla:
-            width = model.kv_lora + model.qk_rope
-        gathered_bytes = 2.0 * width * tokens * layout.context
+        elements = sum(
+            count * mixer.gathered_elements(model, layout.tensor) for mixer, count in model.mixers.items()
+        )
+        gathered_bytes = 2.0 * elements / model.layers * tokens * layout.context
         gather = gather_seconds(machine, layout.context, layout.tensor, gathered_bytes)
         total += efficiency.context_exposed * gather
     return total
@@ -251,9 +251,9 @@ def layer_seconds(
     """Return the seconds of one average layer for a micro-batch of ``tokens`` tokens.
 
     ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
-    that a token attends to. ``fused`` selects Transformer Engine's layers, else this package's own, which
-    save more activations and move more bytes. ``frozen`` weights have no gradients; the products of adapters
-    on them are not counted. ``exchanges_heads``: see `_exposed_communication`.
+    that a token attends to. ``fused`` selects Transformer Engine's layers, otherwise plain layers, which save
+    more activations for the backward pass and move more bytes. ``frozen`` weights have no gradients; the
+    products of adapters on them are not counted. ``exchanges_heads``: see `_exposed_communication`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
@@ -278,17 +278,21 @@ def layer_seconds(
         experts = tokens * expert_flops / model.layers / layout.tensor / rate
 
     # Attention.
-    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.relative_efficiency)
     attention_flops = tokens * model.attention_flops(context)
     attention = attention_flops / model.layers / layout.tensor / attention_rate
 
-    # Memory-bound kernels. Unfused layers are assumed to move bytes in proportion to those that they save.
+    # Memory-bound kernels. Plain layers are assumed to move more bytes in the ratio of saved activations.
     hbm_rate = gpu.hbm * efficiency.hbm
     memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards) / hbm_rate
     if not fused:
-        kind = LayerKind(linear=False, experts=model.moe_layers > 0)
-        plain_bytes = Layers(fused=False).saved_bytes(model, layout, kind, "none")
-        fused_bytes = Layers(fused=True).saved_bytes(model, layout, kind, "none")
+        # A layer with attention, and with routed experts if there are any.
+        block = max(
+            model.count_blocks(range(model.layers)),
+            key=lambda block: (block.feed_forward.routed, block.mixer.flops_per_key(model)),
+        )
+        plain_bytes = Layers(fused=False).saved_bytes(model, layout, block, "none")
+        fused_bytes = Layers(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound *= plain_bytes / fused_bytes
 
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
@@ -299,7 +303,7 @@ def layer_seconds(
     # Kernels run one after another; a layer with little work is bound by launch overhead.
     forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
 
-    # The backward pass has one product for the gradient of the inputs, one for that of the weights.
+    # The backward pass has one product for the gradient of the inputs, and one for that of the weights.
     products = 2
     if frozen:
         products = 1
@@ -308,7 +312,7 @@ def layer_seconds(
     backward = max(backward_work, _BACKWARD_LAUNCHES * launch)
     backward += _BACKWARD_LAUNCHES * routing_wait
 
-    # The output layer is computed in bfloat16 even where layers are in FP8.
+    # The output layer is computed in bfloat16 even if the layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
     head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
@@ -344,7 +348,7 @@ class TrainChoice:
     transformer_engine: bool = True
     """Whether layers are Transformer Engine's."""
     lora: Lora | None = None
-    """Adapters that are trained instead of the weights; None: the weights are trained."""
+    """Adapters that are trained instead of the weights, or None if the weights are trained."""
     exchanges_heads: bool = True
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
@@ -359,16 +363,16 @@ class TrainChoice:
 class RoleMemory:
     """Bytes of a role on its fullest GPUs.
 
-    The two fields may be of different GPUs: an early pipeline stage has more activations, the first and last
-    stage have more parameters.
+    The two fields may describe different GPUs: an early pipeline stage has more activations, the first and
+    last stages have more parameters.
 
-    Example: ``RoleMemory(fullest=memory, states=18e9)``, for 18 GB that an idle role has as well.
+    Example: ``RoleMemory(fullest=memory, states=18e9)``, with 18 GB of states that remain while it is idle.
     """
 
     fullest: TrainingMemory
     """Parts of the memory on the GPU with the highest peak, while the role works."""
     states: float
-    """Most bytes of weights, gradients and optimizer states on any GPU, which an idle role has as well."""
+    """Largest weights, gradients and optimizer states of any GPU, in bytes, also while the role is idle."""
 
     @property
     def total(self) -> float:
@@ -384,9 +388,9 @@ class Work:
     """
 
     tokens: float
-    """Tokens of a micro-batch."""
+    """Number of tokens of a micro-batch."""
     micro_batches: float
-    """Micro-batches of the replica."""
+    """Number of micro-batches of the replica."""
     context: float
     """Mean number of keys that a token attends to."""
 
@@ -399,11 +403,11 @@ class OptimizerStep:
     """
 
     compute: float
-    """Forward and backward passes."""
+    """Seconds of the forward and backward passes."""
     exchange: float
-    """Gradient exchange that is not overlapped."""
+    """Seconds of the gradient exchange that are not overlapped."""
     update: float
-    """Update of the parameters."""
+    """Seconds of the parameters' update."""
 
     @property
     def total(self) -> float:
@@ -414,18 +418,18 @@ class OptimizerStep:
 def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
-    With packing a micro-batch has up to ``micro_batch * longest`` tokens, never less than a row; without,
-    ``micro_batch`` rows padded to the longest of them. A replica gets at least one row.
+    With packing a micro-batch has up to ``micro_batch * longest`` tokens, and at least one row. Without
+    packing it has ``micro_batch`` rows, padded to the longest of them. A replica gets at least one row.
     """
     mean = batch.mean_row
     row_limit = batch.longest
     replica_rows = max(1.0, rows / choice.layout.data)
 
     if batch.packing:
-        # Assume that half a row of each micro-batch stays empty. The trainer's `partition` packs tighter:
-        # with 128 or 512 rows of exponential lengths, less than 0.2 rows stay empty in most cases. The
-        # constants are fitted with this assumption, which changes the number of micro-batches but not their
-        # total tokens.
+        # Assume that half a row of each micro-batch remains empty. The trainer's `partition_rows` packs
+        # tighter: with 128 or 512 rows of exponential lengths, less than 0.2 rows remain empty in most cases.
+        # The constants are fitted with this assumption, which changes the number of micro-batches but not
+        # their total tokens.
         rows_that_fit = choice.micro_batch * row_limit / mean - 0.5
         microbatch_rows = min(max(1.0, rows_that_fit), replica_rows)
         tokens = microbatch_rows * mean
@@ -442,9 +446,9 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
 def _stage_seconds(
     model: ModelShape, layout: ParallelLayout, layer: float, head: float
 ) -> tuple[float, float]:
-    """Return the seconds of the slowest stage and of the mean one; the last stage has the output layer.
+    """Return the seconds of the slowest stage and the mean over stages; the last stage has the output layer.
 
-    Layers are split so that the slowest stage is fastest: the last stage may have fewer.
+    Layers are split so that the slowest stage is as fast as possible: the last stage may have fewer layers.
     """
     layers = model.layers
     pipeline = layout.pipeline
@@ -460,7 +464,8 @@ def _stage_seconds(
             slowest = min(slowest, slowest_stage)
         return slowest, mean
 
-    # Interleaved: assume the mean rounded up to whole layers, or half an output layer more than the mean.
+    # For interleaved stages assume the mean rounded up to whole layers, but at most the mean plus half an
+    # output layer.
     rounded = max(mean, ceil(mean / layer) * layer)
     return min(rounded, mean + head * 0.5), mean
 
@@ -487,7 +492,7 @@ def _pipeline_seconds(
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
 
-    # With sequence parallelism each rank of a tensor group sends a shard, otherwise all send everything.
+    # With sequence parallelism each rank of a tensor group sends a shard, otherwise all activations.
     boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / layout.token_shards
 
     # Neighbouring stages are one stride of ranks apart; NVLink connects them if both fit into one domain.
@@ -530,8 +535,9 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
 def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> dict[str, float]:
     """Return the bytes per step that a rank of a trained role sends out of its NVLink domain, by cause.
 
-    Causes are gradients (with the parameters that return), pipeline activations and experts' tokens; a cause
-    whose group is inside one domain is left out. Tensor and context parallelism are planned inside a node.
+    Causes are gradients (with the gathered parameters), pipeline activations, and tokens that are exchanged
+    between expert-parallel ranks. A cause whose group is inside one domain is left out. Tensor and context
+    parallelism are planned inside a node.
     """
     layout = choice.layout
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
@@ -545,7 +551,7 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     if local_members(cluster, copies, layout.tensor) < copies:
         bytes_by_cause["gradients"] = steps * dense * bytes_per_parameter * (copies - 1) / copies
 
-    # Experts have a data-parallel group of their own, whose traffic comes on top.
+    # Experts have a separate data-parallel group, whose bytes are added.
     stride = layout.expert * layout.expert_tensor
     if expert and local_members(cluster, layout.expert_data, stride) < layout.expert_data:
         share = (layout.expert_data - 1) / layout.expert_data
@@ -558,7 +564,7 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     if layout.pipeline > 1 and stage_ranks * 2 > cluster.domain:
         bytes_by_cause["activations"] = 2.0 * layout.virtual_pipeline * hidden_bytes
 
-    # Tokens go to their experts and back, in the forward and the backward pass.
+    # Tokens are sent to their experts and back, in the forward pass and in the backward pass.
     local = local_members(cluster, layout.expert, 1)
     if layout.expert > 1 and local < layout.expert:
         remote = 1.0 - local / layout.expert
@@ -627,12 +633,12 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
 
 
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
-    """Return the tokens of the fullest expert-parallel rank over the mean, by which every layer is slowed.
+    """Return the factor by which uneven routing slows every layer: the largest load of a rank over the mean.
 
-    Pretraining benchmarks force an even load, which reinforcement learning does not have. With ``spread`` the
-    standard deviation of an expert's load over its mean, a rank of E / ep experts has spread / sqrt(E / ep),
-    and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean (expected maximum of normal
-    variables).
+    Pretraining benchmarks force an even load; reinforcement learning does not. If ``spread`` is the standard
+    deviation of an expert's load over its mean, that of an expert-parallel rank with E / ep experts is
+    spread / sqrt(E / ep), and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean
+    (expected maximum of normal variables).
     """
     if not model.experts or layout.expert == 1:
         return 1.0
@@ -643,8 +649,8 @@ def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) 
 def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
     """Return the fraction of pretraining speed that a reinforcement-learning loop reaches.
 
-    Uneven rows unbalance replicas and leave packed micro-batches partly empty, and routing is uneven; the
-    rest is attributed to float32 logits, loading and offloading.
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty, and routing is uneven. The
+    remaining loss of speed is attributed to float32 logits, loading and offloading.
     """
     share = constants.efficiency.rl_loop
     # Unpacked rows of equal length do not unbalance replicas.
@@ -679,19 +685,19 @@ def fullest_training(
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
 ) -> RoleMemory:
-    """Return the bytes on the fullest GPU while it trains micro-batches of ``tokens`` tokens.
+    """Return the bytes on the fullest GPU while it trains on micro-batches of ``tokens`` tokens.
 
-    ``logits_bytes_per_element`` models a framework that materialises the logits of a complete micro-batch;
-    None computes them in chunks.
+    ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch;
+    None is for logits that are computed in chunks.
     """
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # If Megatron has settings for the first and last stage, all stages between them are equal: a few suffice.
+    # With settings for the first and last stage, many stages between them are equal: a few suffice.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
-        stage_indices = representative_stages(len(stages))
+        stage_indices = representative_stages(model, stages)
 
     memories = []
     for stage in stage_indices:
@@ -717,17 +723,17 @@ def fullest_training(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Return the memory of a role from that of its stages."""
+    """Return the memory of a role: its fullest stage, and the largest states of any stage."""
     fullest = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role while it learns from a batch."""
+    """Return the bytes of a role while it trains on a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
-    # The fullest micro-batch contains a row of the largest length, even if the mean one is smaller.
+    # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.
     row_tokens = batch.longest
     if batch.packing:
         row_tokens = choice.micro_batch * batch.longest
@@ -735,11 +741,11 @@ def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
 
 
 def merged_bytes(choice: TrainChoice) -> float:
-    """Return the bytes of the merged weights (base plus adapters) that the fullest GPU makes for a sync."""
+    """Return the bytes of merged weights (base plus adapters) on the fullest GPU during a weight sync."""
     model = choice.model
     layout = choice.layout
     lora = choice.lora
-    # Without adapters the weights themselves are sent.
+    # Without adapters the weights are sent as they are.
     if lora is None:
         return 0.0
 
@@ -757,6 +763,6 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
         scoring_memory(model, layout, stages, stage, choice.layers, tokens)
-        for stage in representative_stages(len(stages))
+        for stage in representative_stages(model, stages)
     ]
     return _role_memory(memories)

@@ -2,7 +2,7 @@
 
 A placement is a set of groups of roles, each on separate GPUs. Within a group roles take turns, and
 generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
-and algorithm 1). `compose_step` combines the times of a placement in the same way as a configuration's.
+and algorithm 1). `compose_step` combines the times of a placement and of a configuration in the same way.
 
 `Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
 """
@@ -44,12 +44,13 @@ from megatron_rl.shapes.memory import NETWORK_PEERS_BYTES, RUNTIME_BYTES, Optimi
 from megatron_rl.shapes.model import ModelShape
 
 SYNCHRONOUS = "split"
-"""GPUs for generation alone sample before a step learns."""
+"""Separate GPUs generate the rows of a step before the other GPUs train on them."""
 ONE_STEP_OFF = "split, one step off"
-"""GPUs for generation alone sample the next step's rows while a step learns."""
+"""Separate GPUs generate the rows of the next step while the other GPUs train."""
 OPEN_ORDER = "split, open order"
-"""GPUs for generation alone always sample."""
+"""Separate GPUs generate without interruption while the other GPUs train."""
 SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
+"""Kinds of placements with separate GPUs for generation."""
 OVERSAMPLE = 0.25
 """Extra groups in flight in a planned open order, as a fraction of the groups of a step."""
 
@@ -68,17 +69,18 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
         [[_ACTOR], [_CRITIC], [_REFERENCE], [_REWARD]],
     ],
 }
-"""Groups of roles that share GPUs, by algorithm; those of PPO are HybridFlow's figure 12 and between."""
+"""Groups of roles that share GPUs, by algorithm; for PPO the groups of HybridFlow's figure 12 and others."""
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on the states of an idle role, as multiples of the smallest states; the last is no limit."""
+"""Limits on the states of an idle role, as multiples of its smallest states; the last one means no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05
 """Fraction of a GPU's memory below which no engine starts."""
 _MAX_ENGINE_FRACTION = 0.9
+"""Default of the largest fraction of a GPU's memory for the engine."""
 _SLOWDOWN = 1.5
-"""Slowdown over the best job at which the search for a smaller number of GPUs stops."""
+"""Ratio to the fastest step at which the search with fewer and fewer GPUs stops."""
 
 SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
 """Function that returns the seconds of a weight sync from an actor's layout into an engine on some ranks."""
@@ -88,8 +90,8 @@ SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int]
 class Problem:
     """Models, batch and machines for which a placement is searched.
 
-    The last four fields describe the trainer. Their defaults are this package's; published measurements of
-    other systems are predicted with theirs.
+    The fields from ``roles_swap`` to ``shared_stage_split`` describe the trainer. Their defaults describe
+    this package; published measurements of other systems are predicted with the values of these systems.
 
     Example: ``Problem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
     """
@@ -103,31 +105,31 @@ class Problem:
     machine: Machine
     """GPUs, with the constants."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
-    """Optimizer of the roles that learn."""
+    """Optimizer of the trained roles."""
     lora: Lora | None = None
-    """Adapters that the actor learns instead of its weights."""
+    """Adapters of the actor that are trained instead of its weights, or None."""
     engine: str = "current"
     """Name of the engine's constants."""
     sync_seconds: SyncSeconds = planned_sync_seconds
     """Prediction of a weight sync."""
     memory_fraction: float | None = None
-    """Largest fraction of a GPU's memory for the engine; None: 0.9."""
+    """Largest fraction of a GPU's memory for the engine, or None for 0.9."""
     max_sequences: int | None = None
-    """Most sequences that a replica decodes at once; None: the engine's default."""
+    """Largest number of sequences that a replica decodes at a time, or None for the engine's default."""
     rollout_tensor: int | None = None
-    """Tensor parallelism of the engine; None: any."""
+    """Tensor-parallel size of the engine, or None for any size."""
     roles_swap: bool = False
     """Whether idle roles are moved to host memory if the roles of a group do not fit together."""
     context_parallel: bool = False
-    """Whether sequences may be cut over ranks."""
+    """Whether rows may be sharded over context-parallel ranks."""
     exchanges_heads: bool = True
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
     shared_stage_split: bool = True
-    """Whether all roles share one split into uneven pipeline stages, since a configuration has only one."""
+    """Whether all roles have one split into uneven pipeline stages, since a configuration has only one."""
     max_pipeline: int = MAX_PIPELINE
-    """Largest pipeline parallelism to try."""
+    """Largest pipeline size to try."""
     whole_nodes: bool = False
-    """Whether groups of more than a node's GPUs have whole nodes, and smaller ones divide a node."""
+    """Whether groups larger than a node have complete nodes, and smaller groups divide a node evenly."""
 
     @property
     def gpus(self) -> int:
@@ -143,23 +145,23 @@ class GroupPlan:
     """
 
     gpus: int
-    """GPUs of the group."""
+    """Number of GPUs of the group."""
     plans: Mapping[str, TrainPlan]
-    """Plan of each role; the first is the lead, whose layout decides what memory the others have."""
+    """Plan of each role; the first role is the lead, whose plan limits the memory of the others."""
     swap: float = 0.0
-    """Seconds of a step in which roles take turns in GPU memory."""
+    """Seconds per step to move the states of idle roles between GPU and host memory."""
     rollout: RolloutPlan | None = None
-    """Plan of generation on the group's GPUs; None: it generates elsewhere."""
+    """Plan of generation on the group's GPUs, or None if generation is on other GPUs."""
     resident: float = 0.0
-    """Training bytes that stay on a GPU during generation."""
+    """Bytes of training states that remain on a GPU during generation."""
     offloaded: bool = False
-    """Whether training state leaves the GPUs during generation."""
+    """Whether training states are moved to the host during generation."""
     reload_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by role to load its states from host memory and to store them there, each time it works."""
+    """Seconds by role to load its states from host memory and to store them there, for each of its phases."""
 
     @property
     def busy(self) -> float:
-        """Return the seconds that a step keeps this group's GPUs busy."""
+        """Return the seconds of a step in which this group's GPUs are busy."""
         total = 0.0
         if self.rollout is not None:
             total = self.rollout.seconds
@@ -174,7 +176,7 @@ class GroupPlan:
         lead = next(iter(self.plans))
         result = []
         for role, plan in self.plans.items():
-            # The group swaps once a step: count it with one role.
+            # The swap happens once per step, so add it to one role.
             learn = plan.learn
             if role == lead:
                 learn += self.swap
@@ -198,20 +200,20 @@ class PlacementPlan:
     """
 
     name: str
-    """Kind of placement, as it is printed."""
+    """Kind of placement, as printed."""
     groups: tuple[GroupPlan, ...]
-    """Groups of roles, each on GPUs of its own."""
+    """Groups of roles, each on separate GPUs."""
     step: Step
     """Seconds of a step."""
     rollout: RolloutPlan
     """Plan of generation."""
     rollout_gpus: int = 0
-    """GPUs that only generate."""
+    """Number of GPUs that only generate."""
     reasons: tuple[str, ...] = ()
-    """Why the placement is no simpler than it is, see `search_simple`."""
+    """Reasons why no simpler placement was selected, see `search_simple`."""
 
     @property
-    def stages(self) -> int:
+    def largest_pipeline(self) -> int:
         """Return the largest pipeline size of any role."""
         plans = [plan for group in self.groups for plan in group.plans.values()]
         return max(plan.choice.layout.pipeline for plan in plans)
@@ -227,7 +229,7 @@ class PlacementPlan:
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan; None if the placement does not have the role."""
+        """Return a role's training plan, or None if the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
@@ -244,7 +246,7 @@ class Planner:
         self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
     def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
-        """Return the Pareto front of a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
+        """Return a role's Pareto front on ``gpus`` GPUs, fastest first; ``even`` excludes uneven stages."""
         problem = self.problem
         model = problem.models[role]
         trained = spec_of(role).trains
@@ -279,18 +281,18 @@ class Planner:
         generates: bool,
         alone: bool = True,
     ) -> GroupPlan | None:
-        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None if it does not fit.
+        """Return the fastest plan of a group of roles on ``gpus`` GPUs, or None if the group does not fit.
 
-        A role's limit is the memory that the other roles' states leave free. If that is too little and the
+        A role may use the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
-        ``alone``: no other group has a model.
+        ``generates``: whether the group also generates. ``alone``: whether it is the only group with models.
         """
-        # Trained roles first, the actor before the critic: the memory of the lead limits the others.
+        # Trained roles come first, the actor before the critic: the memory of the lead limits the others.
         order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
         spreads = _STATE_SPREADS
         if len(order) == 1:
             spreads = _STATE_SPREADS[:1]
-        # Groups cannot share an uneven split, so only even ones are tried for several groups.
+        # Several groups cannot share an uneven split of stages, so only even splits are tried for them.
         even = self.problem.shared_stage_split and not alone
 
         best: GroupPlan | None = None
@@ -315,8 +317,8 @@ class Planner:
         """Return the plan of a group with a given plan of its first role, the lead.
 
         Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
-        so that the set of combinations does not depend on the memory limit. None if the group does not
-        fit, or takes ``bound`` seconds without generation.
+        so that the set of combinations does not depend on the memory limit. Returns None if the group does
+        not fit, or if it takes at least ``bound`` seconds even without generation.
         """
         problem = self.problem
         plans = {order[0]: lead}
@@ -326,7 +328,7 @@ class Planner:
                 return None
             plans[role] = plan
 
-        # One role works at a time, while the states of all roles are resident.
+        # One role works at a time, and the states of all roles are resident.
         states = [plan.memory.states for plan in plans.values()]
         work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
         resident_bytes = sum(states)
@@ -346,8 +348,8 @@ class Planner:
         return self._with_generation(group, resident_bytes)
 
     def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
-        """Return the plan of a role in a group with this lead; None if no plan fits."""
-        # Roles that share the split of uneven stages, or the base of adapters, need the lead's layout.
+        """Return the plan of a role in a group with this lead, or None if no plan fits."""
+        # Roles that share the split into uneven stages, or the base of adapters, need the lead's layout.
         choice = lead.choice
         has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
         shares_split = self.problem.shared_stage_split and has_uneven_stages
@@ -355,7 +357,7 @@ class Planner:
         if shares_split or shares_base:
             return self._with_layout_of(role, lead)
 
-        # The fastest plan within the limit; the front is sorted by time.
+        # Select the fastest plan within the limit; the front is sorted by time.
         front = self.front(role, gpus, self.problem.shared_stage_split)
         if not front:
             return None
@@ -363,9 +365,9 @@ class Planner:
         return next(plan for plan in front if plan.memory.states <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan in its lead's layout; None if the models differ.
+        """Return a role's plan in its lead's layout, or None if the models differ.
 
-        A frozen copy of a policy with adapters needs no weights: it is the adapters' base.
+        A frozen copy of a policy with adapters needs no weights, since it is the base of the adapters.
         """
         batch = self.problem.batch
         machine = self.problem.machine
@@ -390,10 +392,10 @@ class Planner:
         return TrainPlan(choice, learn=0.0, forward=forward, memory=memory)
 
     def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
-        """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
+        """Return the faster of two plans: with and without states on the GPUs during generation.
 
         ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
-        roles swap. None if neither plan fits.
+        roles swap. Returns None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -408,7 +410,7 @@ class Planner:
             else:
                 frozen_bytes += plan.memory.states
 
-        # Swapping roles move everything, frozen models too.
+        # If roles swap, all states are moved, including frozen models.
         if problem.roles_swap:
             frozen_bytes = 0.0
             swap = group.swap + 2.0 * state_bytes / machine.host_rate
@@ -418,15 +420,15 @@ class Planner:
         offloaded = replace(offloaded, resident=frozen_bytes, offloaded=True)
         offloaded_bytes = frozen_bytes + machine.constants.memory.after_offload_gigabytes * GB
 
-        # While weights move, the actor's merged weights are on the GPU as well.
+        # During a weight sync the actor's merged weights are on the GPU too.
         merged = 0.0
         actor = group.plans.get(_ACTOR)
         if actor is not None:
             merged = merged_bytes(actor.choice)
 
-        # The trainer's CUDA context and communicators stay on the GPU during generation. So do the weight
-        # sync's connections across nodes, and while weights move its staging buffers. Connections within the
-        # node are not reserved: they depend on the layouts, which are still searched.
+        # The trainer's CUDA context and communicators remain on the GPU during generation, and so do the
+        # weight sync's connections across nodes. Its staging buffers exist during a sync. Connections within
+        # the node are not reserved, since they depend on the layouts, which are not yet selected.
         sync_bytes = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
         other_bytes = merged + RUNTIME_BYTES + sync_bytes
 
@@ -438,7 +440,7 @@ class Planner:
         return min(plans, key=lambda plan: plan.busy, default=None)
 
     def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
-        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free; None if none fits."""
+        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free, or None."""
         machine = self.problem.machine
         free_fraction = (machine.usable_memory - reserved) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
@@ -451,7 +453,7 @@ class Planner:
         return self._rollout_within(gpus, fraction)
 
     def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
-        """Return the fastest rollout with ``fraction`` of each GPU's memory, None if no rollout fits."""
+        """Return the fastest rollout with ``fraction`` of each GPU's memory, or None if no rollout fits."""
         key = (gpus, fraction)
         if key not in self._rollouts:
             problem = self.problem
@@ -485,7 +487,7 @@ def _placement(
 ) -> PlacementPlan:
     """Return a placement of planned groups with its step."""
     layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
-    # The engine has the actor's ranks, or none of them if it is on separate GPUs.
+    # The engine is on the actor's ranks, or on separate ranks after them.
     ranks = layout.ranks
     if rollout_gpus:
         ranks = range(layout.size, layout.size + rollout_gpus)
@@ -520,7 +522,7 @@ def place_split(
     rollout_gpus: int,
     split: str,
 ) -> PlacementPlan | None:
-    """Return the placement of training and generation on disjoint GPUs; None if it does not fit.
+    """Return the placement of training and generation on disjoint GPUs, or None if it does not fit.
 
     ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
@@ -554,7 +556,7 @@ def best_grouping(
     groups: Sequence[Sequence[str]],
     units: int = 16,
 ) -> PlacementPlan | None:
-    """Return the placement with the group sizes of the shortest step, None if no sizes fit.
+    """Return the placement with the group sizes that give the shortest step, or None if no sizes fit.
 
     Sizes are multiples of 1/``units`` of the GPUs.
     """
@@ -565,7 +567,7 @@ def best_grouping(
     if len(groups) > 1:
         unit = max(1, gpus // units)
 
-    # The plan of a group is cached by its size, and combined into every division of the GPUs.
+    # Cache the plan of a group by its size, and combine the plans for every division of the GPUs.
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
     for sizes in compositions(gpus // unit, len(groups)):
@@ -593,9 +595,9 @@ class SearchResult:
     plans: tuple[PlacementPlan, ...]
     """Best plan of every placement that fits, fastest first."""
     layouts: int
-    """Layouts that were tried."""
+    """Number of layouts that were tried."""
     evaluated: int
-    """Ways to run them whose seconds were predicted."""
+    """Number of combinations of a layout and settings whose seconds were predicted."""
 
 
 def job_sizes(gpus: int) -> Iterator[int]:
@@ -620,12 +622,12 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
             continue
         group = planner.group(roles, size, True)
         if group is None:
-            # Fewer GPUs have even less memory. Only the full number may fail for its divisors instead.
+            # Fewer GPUs have even less memory. Only the full number of GPUs may fail because of its divisors.
             if size < planner.problem.gpus:
                 break
             continue
 
-        # Stop at a slower job: sizes fall, so the remaining ones are slower still.
+        # Stop at a much slower job: the remaining sizes are smaller, so they are even slower.
         placement = place_groups("colocated", planner.problem, [group])
         if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
             break
@@ -642,7 +644,7 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
         batch = replace(problem.batch, oversample=OVERSAMPLE)
         rollout_planner = Planner(replace(problem, batch=batch))
 
-    # Every division of the GPUs, in eighths.
+    # Try every division of the GPUs in eighths.
     unit = max(1, gpus // _MIXED_UNITS)
     best: PlacementPlan | None = None
     for rollout_gpus in range(unit, gpus, unit):
@@ -654,7 +656,7 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
 
 
 def _allowed(problem: Problem, size: int) -> bool:
-    """Return whether a group may have ``size`` GPUs: any number, unless the problem asks for whole nodes."""
+    """Return whether a group may have ``size`` GPUs: any number, unless the problem requires whole nodes."""
     node = problem.machine.cluster.gpus_per_node
     if not problem.whole_nodes:
         return True
@@ -678,12 +680,12 @@ def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
-    """Yield the best plan of every placement, None for a placement in which no plan fits."""
+    """Yield the best plan of every placement, or None for a placement in which no plan fits."""
     yield _colocated(planner, roles)
     yield _split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
-        # With an empty group it is the same as a grouping with fewer groups.
+        # A grouping with an empty group is the same as one with fewer groups.
         if all(groups):
             yield best_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
@@ -694,7 +696,7 @@ def _roles(problem: Problem) -> tuple[str, ...]:
 
 
 def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
+    """Return the best plan of every placement: colocated, split, and mixed; raise UserError if none fits.
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
@@ -705,7 +707,7 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
 
 
 def _search(problem: Problem, split: str) -> SearchResult:
-    """Return the best plan of every placement that fits, if any does."""
+    """Return the best plan of every placement that fits; the result has no plans if none fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
@@ -718,28 +720,29 @@ def _search(problem: Problem, split: str) -> SearchResult:
 
 
 SIMPLER = 0.05
-"""Share of a step below which a prediction does not justify more pipeline stages or groups across nodes.
+"""Predicted gain, as a fraction of a step, below which more pipeline stages or split nodes are not justified.
 
-Published measurements differ from predictions by 15 % and more, and the phase model leaves out what makes
-deep pipelines slow: micro-batches of packed rows do not take equally long, so stages wait for one another.
+Published measurements differ from predictions by 15 % and more, and the phase model does not include a cause
+of slow deep pipelines: micro-batches of packed rows do not take equally long, so stages wait for one another.
 """
 
 _Restricted = tuple[bool, int, Mapping[str, PlacementPlan]]
-"""Whole nodes only, largest pipeline, and the best plan of each placement under these restrictions."""
+"""(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both)."""
 
 
 def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return a plan of every placement: the simplest of the nearly fastest ones; raises UserError.
+    """Return for every placement the simplest of the plans that are nearly as fast as the fastest one.
 
-    Simpler is, first, a placement whose groups have whole nodes, and then one with fewer pipeline stages. A
-    plan that is not the simplest has its reasons: by how much simpler ones are slower, or that none fits.
+    A plan is simpler if its groups have whole nodes and, second, if it has fewer pipeline stages. A plan that
+    is not the simplest has reasons: by how much simpler plans are slower, or that none of them fits. Raises
+    UserError if no plan fits.
     """
     fastest = search(problem, split)
     layouts = fastest.layouts
     evaluated = fastest.evaluated
 
-    # From the simplest search to the most general one. Whole nodes mean nothing to a job of one node.
-    deepest = max(plan.stages for plan in fastest.plans)
+    # Order the searches from the simplest to the most general one. A job of one node has only whole nodes.
+    deepest = max(plan.largest_pipeline for plan in fastest.plans)
     caps = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
     caps.append(MAX_PIPELINE)
     has_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
@@ -772,18 +775,18 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
 
 
 def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
-    """Add the reasons for which a plan is no simpler, from the results of the simpler searches before it."""
+    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches."""
     name = plan.name
     reasons: list[str] = []
 
     # Plans of the same placement with fewer pipeline stages.
-    if plan.stages > 1:
+    if plan.largest_pipeline > 1:
         shallower = [
             plans[name]
             for nodes, cap, plans in searches
-            if nodes == whole_nodes and cap < plan.stages and name in plans
+            if nodes == whole_nodes and cap < plan.largest_pipeline and name in plans
         ]
-        reasons.append(f"{plan.stages} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+        reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost(plan, shallower, 'fewer')}")
 
     # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(nodes for nodes, _, _ in searches):
@@ -801,7 +804,7 @@ def _cost(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -
 
 
 def _does_not_fit(problem: Problem) -> UserError:
-    """Return the error for a job that fits in no placement, with the number of GPUs on which it would."""
+    """Return the error for a job that fits in no placement, with a number of GPUs on which it fits."""
     machine = problem.machine
     fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)
@@ -830,7 +833,7 @@ def _least_need(problem: Problem) -> str:
 def _smallest_job(problem: Problem) -> int | None:
     """Return the smallest number of GPUs, a power of 2, on which all roles fit colocated.
 
-    Up to 64 times the problem's GPUs are tried; None if they do not suffice.
+    Up to 64 times the problem's GPUs are tried. Returns None if these are not enough.
     """
     roles = _roles(problem)
     size = 1

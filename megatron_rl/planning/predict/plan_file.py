@@ -1,7 +1,7 @@
 """Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
 
-The idea: a plan is only as good as the configuration written for it. So the numbers that are printed are
-predicted from the written configuration, by the functions that `check` uses, and not from the search.
+The idea: a plan is only as good as the configuration written for it. So the printed numbers are predicted
+from the written configuration, by the functions that `check` uses, and are not taken from the search.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 class Paths:
     """Paths that a plan does not determine.
 
-    Without data or a reward, the configuration has the ones of grade-school mathematics as placeholders.
+    Without data or a reward, the configuration contains grade-school mathematics as a placeholder.
 
     Example: ``Paths("models/Qwen3-8B", data="data/train.jsonl", reward="my_rewards:score")``.
     """
@@ -52,9 +52,9 @@ class Paths:
     reward: str | None = None
     """Reward function."""
     reward_model: str | None = None
-    """Model of the reward."""
+    """Reward model."""
     critic: str | None = None
-    """Model that the critic starts from; None: ``model``."""
+    """Model from which the critic is initialised, or None for ``model``."""
 
 
 RankRange = tuple[int, int]
@@ -62,14 +62,14 @@ RankRange = tuple[int, int]
 
 
 def _rank_text(first: int, count: int) -> str:
-    """Return a range of ranks as a configuration writes it."""
+    """Return a range of ranks in the format of configurations."""
     if count == 1:
         return str(first)
     return f"{first}-{first + count - 1}"
 
 
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
-    """Return the sizes of a layout that are not 1, as its section of a configuration."""
+    """Return the layout section of a configuration, with the sizes that are not 1."""
     values: dict[str, Any] = {}
     for name in _LAYOUT_SIZES:
         size = getattr(layout, name)
@@ -91,7 +91,7 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
         ranges |= {role: (first, group.gpus) for role in group.plans}
         first += group.gpus
 
-    # Without separate GPUs, the rollout is on those of the actor's group.
+    # Without separate GPUs the rollout is on the GPUs of the actor's group.
     ranges[ROLLOUT.name] = (0, groups[0].gpus)
     if plan.rollout_gpus:
         ranges[ROLLOUT.name] = (first, plan.rollout_gpus)
@@ -99,7 +99,7 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role these ranks; None if no preset does."""
+    """Return the placement preset that gives every role these ranks, or None if no preset does."""
     if all(ranks == (0, world) for ranks in ranges.values()):
         return "colocate"
 
@@ -116,7 +116,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that fetch models and data of the configuration that are not on this machine."""
+    """Return the commands that download the models and data that are not on this machine, by path."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
@@ -145,7 +145,7 @@ class _ConfigWriter:
         self.placement = preset_of(self.ranges, plan.gpus)
 
     def _plan_of(self, role: str) -> TrainPlan:
-        """Return the plan of a role that the placement has."""
+        """Return the plan of a role, which must be in the placement."""
         plan = self.plan.plan_of(role)
         assert plan is not None
         return plan
@@ -179,14 +179,14 @@ class _ConfigWriter:
         return section
 
     def frozen(self, role: str) -> dict[str, Any]:
-        """Return the section of a frozen role; without a layout if it is the base of the actor's adapters."""
+        """Return the section of a frozen role, empty if the role is the base of the actor's adapters."""
         choice = self._plan_of(role).choice
         has_actor_ranks = self.ranges[role] == self.ranges[ACTOR.name]
         shares_base = spec_of(role).shares == INITIAL and self.actor.choice.lora is not None
         if shares_base and has_actor_ranks:
             return {}
 
-        # With uneven stages the role inherits the actor's layout, as trained roles do.
+        # With uneven stages the role inherits the actor's layout, like trained roles.
         if end_settings(choice.model.layers, choice.layout.pipeline):
             return {}
         return {"layout": self.layout(role, choice.layout)}
@@ -200,7 +200,7 @@ class _ConfigWriter:
                 if spec_of(role).trains:
                     micro_batches.append(plan.choice.micro_batch)
 
-        # The configuration has one token budget for all roles: the smallest one fits them all.
+        # The configuration has one token budget for all roles, so take the smallest.
         micro_batch = min(micro_batches)
         return {
             "prompts_per_step": batch.prompts,
@@ -232,7 +232,7 @@ class _ConfigWriter:
         if self.plan.plan_of(REFERENCE.name) is not None:
             sections[REFERENCE.section] = self.frozen(REFERENCE.name)
 
-        # A placement preset implies the ranks of the rollout, as of the other roles.
+        # A placement preset implies the ranks of the rollout and of the other roles.
         layout = self.plan.rollout.layout
         rollout: dict[str, Any] = {
             "tensor": layout.tensor,
@@ -298,7 +298,7 @@ def planned_settings(problem: Problem, plan: PlacementPlan, paths: Paths) -> dic
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan with its configuration, and the predictions that the functions of `check` derive from that."""
+    """Plan with its configuration, and the predictions that `check` would derive from the configuration."""
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
@@ -315,7 +315,7 @@ class PlannedRun:
 
 
 def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
-    """Write the configuration of a plan, and return it with the predictions of a run of it."""
+    """Write the configuration of a plan, and return the plan with the predictions of a run of it."""
     mapping = planned_settings(problem, plan, paths)
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
@@ -349,12 +349,12 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
 
 
 def peak_bytes(run: PlannedRun, phase: str) -> int:
-    """Return the bytes on the fullest rank of a phase; it need not be the same rank in every phase."""
+    """Return the bytes on the fullest rank in a phase; the fullest rank may differ between phases."""
     return max(memory.total(phase) for memory in run.memory)
 
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:
-    """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank of each phase."""
+    """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank in each phase."""
     # Layout and settings of each role with a Megatron model.
     plan = run.plan
     seconds = run.prediction.seconds
@@ -408,7 +408,7 @@ def _seconds_text(run: PlannedRun) -> str:
 
 
 def _memory_text(run: PlannedRun) -> str:
-    """Return the memory of the fullest rank of each phase on one line, in GiB as `check` prints it."""
+    """Return the memory of the fullest rank in each phase on one line, in GiB as in the output of `check`."""
     phases = "   ".join(f"{phase} {peak_bytes(run, phase) / _GIB:,.1f}" for phase in PHASES)
     return f"{phases}   (of {run.config.gpu_memory_gib:g})"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import inf, isfinite
+from math import gcd, inf, isfinite
 
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
@@ -27,15 +27,16 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 
-RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
+RECOMPUTE = ("none", "full")  # with flash attention, "selective" saves no memory
 _MICRO_BATCHES = (1, 2, 4)
 _POWERS = (1, 2, 4, 8, 16, 32)
-"""Sizes tried for tensor and context parallelism."""
+"""Sizes to try for tensor and context parallelism."""
 _MAX_TENSOR = 8
-"""Largest tensor parallelism tried in training."""
+"""Largest tensor-parallel size to try in training."""
 MAX_PIPELINE = 64
-"""Largest pipeline parallelism tried."""
+"""Largest pipeline size to try."""
 _MAX_EXPERT = 256
+"""Largest expert-parallel size to try."""
 _MIN_CONTEXT_TOKENS = 4096
 """Smallest number of tokens of the longest row per context-parallel rank."""
 
@@ -54,7 +55,7 @@ class TrainPlan:
     forward: float
     """Seconds of a forward pass over a step's rows."""
     memory: RoleMemory
-    """Memory on the fullest GPUs."""
+    """Memory of the role on its fullest GPUs."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class SearchCount:
     """Counters of a search."""
 
     layouts: int = 0
-    """Layouts that were tried."""
+    """Number of layouts that were tried."""
     evaluated: int = 0
-    """Combinations of a layout and settings whose seconds were predicted."""
+    """Number of combinations of a layout and settings whose seconds were predicted."""
 
 
 def divisors(number: int) -> list[int]:
@@ -87,17 +88,15 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
-    # Training does not replicate key-value heads. MLA has none, so its attention heads limit the size.
-    heads = model.kv_heads
-    if model.mla:
-        heads = model.heads
+    # Every mixer must be divisible; 0 is divisible by any size.
+    heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
 
     sizes = [size for size in _POWERS if size <= limit]
     return [size for size in sizes if gpus % size == 0 and heads % size == 0]
 
 
 def _pipeline_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
-    """Return the pipeline sizes up to a limit that Megatron can split the model's layers over."""
+    """Return the pipeline sizes, up to a limit, over which Megatron can split the model's layers."""
     limit = min(model.layers, limit)
     sizes = [size for size in divisors(gpus) if size <= limit]
     return [size for size in sizes if end_settings(model.layers, size) is not None]
@@ -112,7 +111,7 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
 
 
 def context_sizes(row_limit: float) -> list[int]:
-    """Return the context-parallel sizes to try, which give each rank 4,096 tokens of the longest row."""
+    """Return the context-parallel sizes to try, with at least 4,096 tokens of the longest row per rank."""
     return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
 
@@ -144,7 +143,7 @@ def training_layouts(
                 if rows is not None and data > rows:
                     continue
 
-                # Experts divide the ranks of a stage a second time.
+                # Expert parallelism divides the ranks of a stage independently of the other sizes.
                 for expert in expert_sizes:
                     if (tensor * context * data) % expert:
                         continue
@@ -160,7 +159,7 @@ def rollout_layouts(
     engine: str,
     max_sequences: int | None = None,
 ) -> Iterator[RolloutLayout]:
-    """Yield rollout layouts that use every GPU, by tensor size; key-value heads may be replicated."""
+    """Yield the rollout layouts that use all GPUs, by tensor size; key-value heads may be replicated."""
     for tensor in _POWERS:
         if tensor > gpus or gpus % tensor or model.heads % tensor:
             continue
@@ -186,7 +185,7 @@ def _train_choices(
 ) -> Iterator[TrainChoice]:
     """Yield all settings for training in a layout: interleaving, micro-batch, offload and recompute."""
     optimizers = [optimizer]
-    # Optimizer offload is slower but needs less memory, so it can be on the Pareto front.
+    # Optimizer offload is slower but needs less memory, so both variants can be on the Pareto front.
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
 
@@ -224,9 +223,9 @@ def training_front(
 ) -> list[TrainPlan]:
     """Return the Pareto front, by time and memory, of the plans for a model on ``gpus`` GPUs.
 
-    Plans are sorted by the time of a step's training plus a forward pass; for a frozen model, by that of its
-    forward pass alone. A plan is on the front if it needs less peak memory, or keeps less state between
-    steps, than every faster one. The list is empty if nothing fits.
+    Plans are sorted by the time of a step's training plus a forward pass, or of the forward pass alone for a
+    frozen model. A plan is on the front if its peak memory, or its resident state between steps, is smaller
+    than that of every faster plan. The list is empty if no plan fits.
     """
     counter = counter or SearchCount()
     limit = machine.usable_memory
@@ -323,7 +322,7 @@ def rollout_plans(
         if counter:
             counter.layouts += 1
             counter.evaluated += 1
-        # Infinite where the cache has no room for one sequence.
+        # The seconds are infinite if the cache has no room for one sequence.
         seconds = generate_seconds(model, layout, batch, machine)
         if isfinite(seconds):
             plans.append(RolloutPlan(layout, seconds))

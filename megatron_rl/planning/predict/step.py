@@ -1,8 +1,8 @@
 """Seconds of a step: the work of each role in each phase, combined in one place.
 
 Phase names are the trainer's: generate (without the weight sync), reshard, reward (reward models), score
-(log-probs and values), learn. Roles on shared ranks take turns and roles on ranks of their own work at the
-same time, as in the trainer, so a phase lasts as long as its busiest rank.
+(log-probs and values), learn. As in the trainer, roles on shared ranks take turns, and roles on separate
+ranks work at the same time. So a phase lasts as long as its busiest rank works.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class RoleSeconds:
     role: str
     """Name of the role."""
     ranks: Iterable[int]
-    """Ranks on which it works: roles with a rank in common take turns."""
+    """Ranks on which the role works: roles with a rank in common take turns."""
     forward: float
-    """Seconds of its forward pass over the step's rows; 0 where no phase needs its outputs."""
+    """Seconds of the forward pass over the step's rows; 0 if no phase needs its outputs."""
     learn: float = 0.0
-    """Seconds of its optimizer steps."""
+    """Seconds of the optimizer steps."""
     reload_seconds: float = 0.0
-    """Seconds to load its states from host memory and to store them there, each time it works."""
+    """Seconds to load offloaded states from host memory and store them again, in each phase of the role."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,11 @@ def compose_step(
     fixed: float,
     ahead: bool = False,
 ) -> Step:
-    """Combine the roles' times into a step, in which each phase takes as long as on its busiest rank."""
+    """Combine the roles' times into a step: each phase takes as long as on its busiest rank.
+
+    ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` those outside of all phases;
+    ``ahead`` as in `Step`.
+    """
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
     rank_seconds: dict[str, dict[int, float]] = {
         "reward": defaultdict(float),
@@ -105,7 +109,7 @@ def compose_step(
     for work in roles:
         forward_phase = spec_of(work.role).phase
         for rank in work.ranks:
-            # States are loaded and stored in each phase in which the role works.
+            # A role's offloaded states are loaded and stored again in each phase in which it works.
             if work.forward:
                 rank_seconds[forward_phase][rank] += work.forward + work.reload_seconds
             if work.learn:
@@ -120,8 +124,8 @@ def compose_step(
 def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
     """Return the seconds of a planned weight transfer for the GPU that sends or receives most.
 
-    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` stay in it. The fixed part and
-    the network's share are fitted to published refit times (constants.json).
+    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not. The fixed time and the
+    share of the network's rate are fitted to published refit times (constants.json).
     """
     cluster = machine.cluster
     weight_sync = machine.constants.weight_sync
@@ -136,8 +140,8 @@ def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
     """Return the seconds of one weight sync from ``senders`` ranks.
 
-    Each byte leaves the trainer once, and replicas relay it to one another. Unless all ranks are in one
-    NVLink domain, everything is assumed to be received over the network.
+    Each byte is sent by the trainer once, and replicas relay it to one another. Unless all ranks are in one
+    NVLink domain, all bytes are assumed to be received over the network.
     """
     # Relayed copies are sent by the receivers, so the trainer sends at most one copy of the model.
     sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
@@ -168,7 +172,7 @@ def planned_sync_seconds(
 
 @dataclass(frozen=True)
 class RunStats:
-    """Measured mean lengths of a run in tokens; without them `run_batch` assumes lengths.
+    """Measured mean lengths of a run in tokens; for None `run_batch` assumes a length.
 
     Example: ``RunStats(prompt=310.0, response=1250.0)``.
     """
@@ -181,18 +185,18 @@ class RunStats:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Prediction of one step of a run, with the FLOPs to compare a measured step with."""
+    """Prediction of one step of a run, with its FLOPs, to compute the utilization of a measured step."""
 
     step: Step
     """Seconds by phase."""
     flops: Mapping[str, float]
     """Model FLOPs of the complete job by phase."""
     tokens: float
-    """Tokens of all rows, prompts included."""
+    """Number of tokens of all rows, prompts included."""
     response_tokens: float
-    """Sampled tokens of all rows."""
+    """Number of sampled tokens of all rows."""
     world: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     peak_flops: float
     """Peak of one GPU in bfloat16, FLOP/s."""
 
@@ -267,7 +271,7 @@ def train_choice(
     layout: ParallelLayout,
     model: ModelShape,
 ) -> TrainChoice:
-    """Return the settings with which a role's model runs; of a frozen role only the layout has an effect."""
+    """Return the settings with which a role's model runs; for a frozen role only the layout has an effect."""
     # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
@@ -312,7 +316,7 @@ def _reload_seconds(
     batch: StepBatch,
     machine: Machine,
 ) -> float:
-    """Return the seconds to load a role's states from the host and store them there, 0 without offload."""
+    """Return the seconds to load a role's states from the host and to store them there, 0 without offload."""
     section = role_sections(config).get(section_of(role))
     if section is None or not section.offload:
         return 0.0
@@ -326,7 +330,7 @@ def _reload_seconds(
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
     """Return the engine's layout of a configuration."""
-    # vLLM spreads experts over the tensor ranks of a replica.
+    # vLLM distributes experts over the tensor-parallel ranks of a replica.
     expert = 1
     if config.rollout.vllm.get("enable_expert_parallel"):
         expert = layout.tensor
@@ -349,8 +353,8 @@ def predict_run(
 ) -> RunStep:
     """Predict one step of a configuration whose ``world_size`` is set.
 
-    ``shapes`` are the shapes of the models by role, ``stats`` the lengths that a run has measured. Raises
-    UserError for an unknown GPU.
+    ``shapes`` are the shapes of the models by role, ``stats`` the measured lengths of a run. Raises UserError
+    for an unknown GPU.
     """
     world = config.world_size or 1
     layouts = role_layouts(config, world)
@@ -358,7 +362,7 @@ def predict_run(
     machine = Machine(cluster, constants, precision)
     batch = run_batch(config, layouts, stats or RunStats())
 
-    # For every role with a Megatron model: forward pass, optimizer steps, and transfers from and to the host.
+    # For every role with a Megatron model: forward pass, optimizer steps, and transfers to and from the host.
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     role_seconds = []
     for role, layout in layouts.items():

@@ -30,7 +30,7 @@ _NO_KERNEL = frozenset(
 """Operators that allocate or rename without launching a kernel."""
 _ATTENTION = "scaled_dot_product_attention"
 _INDEXING = frozenset({"index", "index_put", "index_put_"})
-"""Operators that take indices, with as many results as a boolean index selects."""
+"""Operators that take indices: with a boolean index the size of the result depends on the index's values."""
 _SELECTIONS = frozenset(
     {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "bincount"}
 )
@@ -40,7 +40,7 @@ _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 
 
 class Simulation(TorchDispatchMode):
-    """Dispatch mode that counts a rank's work by phase.
+    """Dispatch mode that counts a rank's bytes, kernels, device reads and messages by phase.
 
     On a device with storage it counts the bytes of a real run, which tests compare with simulated ones.
     """
@@ -55,16 +55,16 @@ class Simulation(TorchDispatchMode):
 
         self._usage = Usage()
         self._device = device.device().type
-        # Storage -> weak reference and size; tensors of one storage count once.
+        # Address of a storage -> weak reference and size; several tensors with one storage count once.
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
         self._kinds: dict[tuple[int, ...], str] = {}
-        # Storage -> values that a read of it returns.
+        # Address of a storage -> values that are returned if it is read.
         self._values: dict[int, Tensor] = {}
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Run the block under this mode, with the accelerator's code paths and evenly loaded experts."""
+        """Count the work of the block, with the accelerator's code paths and evenly loaded experts."""
         with ExitStack() as stack:
             stack.enter_context(_accelerator_functions())
             stack.enter_context(_even_experts(self))
@@ -72,23 +72,26 @@ class Simulation(TorchDispatchMode):
             yield
 
     def name_groups(self, groups: Mapping[str, Any]) -> None:
-        """Record the kind under which a communicator's traffic is counted; a communicator keeps its first."""
+        """Set the names under which the traffic of process groups is counted.
+
+        Of several groups with the same ranks the first name is used.
+        """
         for kind, group in groups.items():
             if group is not None:
                 self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
 
     def kind(self, ranks: tuple[int, ...]) -> str:
-        """Return the kind of the communicator of these ranks; without one, their number as text."""
+        """Return the name of the process group of these ranks, or ``N ranks`` if it has no name."""
         return self._kinds.get(ranks, f"{len(ranks)} ranks")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the work of the block as phase ``name``; blocks of the same name add up."""
+        """Count the work of the block as phase ``name``; the counts of blocks with the same name add up."""
         usage = self.phases.setdefault(name, Usage())
         outer_usage = self._usage
         self._usage = usage
 
-        # The peak of a phase includes the bytes that were there before it.
+        # The peak of a phase includes the bytes that were allocated before it.
         self._update_sizes()
         usage.begin = self._bytes
         usage.peak = max(usage.peak, self._bytes)
@@ -109,13 +112,13 @@ class Simulation(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
 
-        # Values that are read to the host do not exist, so return assumed ones.
+        # Values on the device do not exist, so return assumed values for a read.
         read = _READS.get(func)
         if read is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
             return read(self, *args, **kwargs)
 
-        # Both make the host wait for the device, as reads do.
+        # Count pageable copies and selections, which make the host wait for the device like reads.
         if self._copies_pageable(func, args, kwargs):
             self._usage.copies += 1
         if self._selects(func, args, kwargs):
@@ -132,7 +135,7 @@ class Simulation(TorchDispatchMode):
         return result
 
     def _count_result(self, func: Any, result: Any) -> None:
-        """Count the storages of ``result``, and the kernel that computes it."""
+        """Count the bytes of the storages in ``result``, and the kernel that computes it."""
         device_tensors = [value for value in _tensors(result) if self._is_on_device(value)]
         for value in device_tensors:
             self._add_storage(value)
@@ -144,7 +147,7 @@ class Simulation(TorchDispatchMode):
     def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator copies host memory to the device while the host waits.
 
-        `device.upload` alone copies without waiting, from pinned memory.
+        Only `device.upload` copies without waiting, from pinned memory.
         """
         if self._device == device.host().type:
             return False
@@ -180,7 +183,7 @@ class Simulation(TorchDispatchMode):
         return value.device.type == self._device
 
     def _add_storage(self, value: Tensor) -> None:
-        """Count the bytes of a tensor's storage from now until it is freed."""
+        """Count the bytes of a tensor's storage until it is freed."""
         # Views share a storage, which counts once.
         storage = value.untyped_storage()
         key = storage._cdata
@@ -195,7 +198,7 @@ class Simulation(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         """Subtract the bytes of a storage that was freed."""
-        # Another storage may get the same address, without these values.
+        # Forget the values: another storage may get the same address.
         self._values.pop(key, None)
         _, size = self._alive.pop(key)
         self._bytes -= size
@@ -219,11 +222,11 @@ class Simulation(TorchDispatchMode):
         self._usage.bytes[kind] += size
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator of c10d, and return its result without the other ranks."""
+        """Count an operator of c10d, and return its result although the other ranks do not exist."""
         name = func.overloadpacket.__name__
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
 
-        # The largest argument is the traffic: of a gather its output, of a scatter its input.
+        # Traffic is the size of the largest argument: the output of a gather, the input of a scatter.
         if any(value.is_meta for value in _tensors(args)):
             size = 0
             for argument in args:
@@ -259,13 +262,13 @@ class Simulation(TorchDispatchMode):
         return torch.ones(value.shape, dtype=dtype)
 
     def _scalar(self, value: Tensor) -> Any:
-        """Return the value of a one-element tensor: False, so that no check of the code fires, or 1."""
+        """Return an assumed value of a one-element tensor: 1, or False so that no check of the code fires."""
         if value.dtype == torch.bool:
             return False
         return torch.ones((), dtype=value.dtype).item()
 
     def _ignore(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the target of a copy to the host as it is."""
+        """Return the target of a copy to the host unchanged."""
         return target
 
 
@@ -274,7 +277,7 @@ _READS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: Simulation._ignore,
     _aten._local_scalar_dense.default: Simulation._scalar,
 }
-"""Operators that can copy values from the device to the host -> method that returns assumed values."""
+"""Operator that can copy values from the device to the host -> method that returns assumed values."""
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
@@ -370,7 +373,7 @@ def _accelerator_functions() -> Iterator[None]:
 
 
 def _host_values(value: Any) -> Any:
-    """Return nested lists with scalars of the device read to the host."""
+    """Return nested lists in which scalars on the device are replaced by their values."""
     if isinstance(value, list | tuple):
         return [_host_values(item) for item in value]
     is_device_scalar = isinstance(value, Tensor) and value.is_meta and not value.dim()
@@ -381,7 +384,7 @@ def _host_values(value: Any) -> Any:
 
 @contextmanager
 def _even_experts(simulation: Simulation) -> Iterator[None]:
-    """Spread tokens evenly over experts, whose counts the host would otherwise read from the device."""
+    """Route tokens evenly to experts inside the block: the real counts would be read from the device."""
     dispatcher: Any = token_dispatcher
     dispatcher_class = dispatcher.MoEAlltoAllTokenDispatcher
     preprocess = dispatcher_class.preprocess

@@ -1,7 +1,7 @@
 """Simulate ranks of a checked job in separate processes, and compare their bytes with the memory estimate.
 
-The idea: ranks of a pipeline stage are alike, and only a few stages of a pipeline differ in memory. So a few
-simulated ranks suffice for a job of any size.
+The idea: the ranks of a pipeline stage have equal work, and only a few stages of a pipeline differ in memory.
+So a few simulated ranks are enough for a job of any size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, rank_memory
+from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, layers_by_stage, rank_memory
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
@@ -26,9 +26,9 @@ SIMULATED_LAYERS = (
     "models of plain layers with PyTorch's fused attention, no engine; the estimate is of the same"
 )
 _PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
-"""Phase of the estimate -> name in the table; during generation the models are at rest."""
+"""Phase of the estimate -> name in the table; during generation the models are idle ("at rest")."""
 _PROCESSES = 2
-"""Ranks that are simulated at the same time: each imports torch and Megatron-Core."""
+"""Number of ranks that are simulated at the same time: each imports torch and Megatron-Core."""
 _MIN_BYTES = 2**20
 """Bytes below which a relative difference is meaningless."""
 _GIB = 2**30
@@ -38,13 +38,13 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulated rank with the estimate of its memory, both of the simulated layers.
+    """Result of a rank's simulation, and the estimate of its memory for the same layers.
 
     Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
     """
 
     rank: SimulatedRank
-    """Counts of the simulation."""
+    """Memory, messages and micro-batches that the simulation has counted on the rank."""
     estimate: RankMemory
     """Memory that `check` estimates for the rank."""
 
@@ -66,7 +66,7 @@ class Simulated:
 
 
 def simulate_ranks(report: CheckReport) -> list[Simulated]:
-    """Simulate the ranks of every role's representative stages; one of them is the fullest.
+    """Simulate the ranks of every role's representative stages, which include the fullest one.
 
     Raises UserError for a report without layouts, batch or model.
     """
@@ -81,18 +81,21 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
             where="--simulate",
             expected="a training run without errors, with its model's config.json on this machine",
             got=reason,
-            fix="correct the errors above, or leave --simulate away",
+            fix="correct the errors above, or omit --simulate",
         )
 
     # Pipeline stages differ in memory; data-parallel copies of a stage do not.
     ranks = set()
     for role, layout in layouts.items():
         if role != ROLLOUT.name:
-            stages = layout.groups("pipeline")[0]
-            ranks |= {stages[stage] for stage in representative_stages(layout.pipeline)}
+            shape = report.shapes.get(role, report.shape)
+            pipeline_ranks = layout.groups("pipeline")[0]
+            stages = layers_by_stage(report.config, layout, shape)
+            ranks |= {pipeline_ranks[stage] for stage in representative_stages(shape, stages)}
     plans = [simulation_plan(report, rank) for rank in sorted(ranks)]
 
-    # One fresh process per rank: a process can simulate once, and must not have forked threads of torch.
+    # Start a new process for each rank: a process can simulate only once, and torch's threads must not be
+    # forked.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1) as pool:
         models = dict(report.models)
@@ -129,7 +132,7 @@ def _simulate(*arguments: Any) -> SimulatedRank:
 
 
 def simulation_lines(simulated: list[Simulated]) -> list[str]:
-    """Return the lines of a report: a table of bytes, then kernels, reads and messages of each rank."""
+    """Return the lines of a report: a table of bytes, then the kernels, reads and messages of each rank."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
     for entry in simulated:
         for phase, name in _PHASES.items():

@@ -1,7 +1,7 @@
 """Simulate a step of training on one rank of a job, at its real size, without machines.
 
-The idea: the trainer's own code builds the roles and runs their phases, on tensors without storage, in a
-world that this process simulates alone; `Simulation` counts.
+The idea: the trainer's own code builds the roles and runs their phases on tensors without storage, in a world
+of which only this process exists. `Simulation` counts bytes, kernels and messages.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.types import TrainBatch
-from megatron_rl.weights.plan import schedule
+from megatron_rl.weights.plan import schedule_phases
 
 _SUPPORT_TOKENS = 16
-"""Assumed number of tokens that filters of the sampling leave at each position."""
+"""Assumed number of tokens at each position that remain after the filters of sampling."""
 
 
 def simulate(
@@ -52,9 +52,9 @@ def simulate(
     """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
-    rollout engine is left out. A process can do this once.
+    rollout engine is left out. A process can call this only once.
     """
-    # Initialise as a rank of the complete job, of which only this process exists.
+    # Initialise this process as a rank of the complete job, of which no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     device.simulate()
     device.initialize()
@@ -68,17 +68,19 @@ def simulate(
             scorers = build_scorers(config, algorithm, actor)
             reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
-        # Traffic is counted by the kind of group; the process groups exist from here on.
+        # Name the process groups, which now exist: traffic is counted by the kind of group.
         roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
                 simulation.name_groups(_group_kinds(role.model.groups))
 
-        objectives = {actor: partial(policy_objective, algorithm)}
+        objectives: dict[ModelRole, Any] = {actor: partial(policy_objective, algorithm)}
+        actor.squared_probs = algorithm.needs_squared_probs
         critic = scorers.get(CRITIC.name)
         if critic is not None:
             objectives[critic] = partial(value_objective, algorithm)
         rows = _full_rows(config, batch, [role.layout for role in roles])
+        train_rows = _with_teacher_columns(rows, algorithm.distillation.top_tokens)
 
         # The first optimizer step allocates the optimizer states; after it every role is at rest.
         with simulation.phase("first step"):
@@ -86,12 +88,12 @@ def simulate(
                 with role.resident():
                     role.step()
             for role in roles:
-                role.residency.leave()
+                role.residency.offload_all()
         resting = simulation.phases["first step"].end
 
-        _run_phases(simulation, roles, objectives, rows)
+        _run_phases(simulation, roles, objectives, rows, train_rows)
 
-    # The first group is the world's.
+    # The first group is that of the world.
     job, *groups = memberships()
     group_sizes = [("the job", len(job))]
     group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
@@ -106,8 +108,12 @@ def _run_phases(
     roles: Sequence[ModelRole],
     objectives: Mapping[ModelRole, Any],
     rows: TrainBatch,
+    train_rows: TrainBatch,
 ) -> None:
-    """Run the forward pass of every role, then a training step of each role with an objective."""
+    """Run the forward pass of every role, then a training step of each role with an objective.
+
+    ``train_rows`` are the ``rows`` with the columns that only a training step reads.
+    """
     for role in roles:
         with role.resident(Use.READ), simulation.phase("score"):
             _set_boundary(simulation, role, rows)
@@ -117,9 +123,9 @@ def _run_phases(
     for role, objective in objectives.items():
         with role.resident():
             with simulation.phase("learn"):
-                _set_boundary(simulation, role, rows)
+                _set_boundary(simulation, role, train_rows)
                 with _counted_microbatches(simulation, "learn", role):
-                    role.accumulate(rows, objective)
+                    role.accumulate(train_rows, objective)
             with simulation.phase("step"):
                 role.step()
 
@@ -130,7 +136,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     rollout_ranks = config.rollout.ranks
     assert rollout_ranks is not None
 
-    # Adapters that are synchronised by themselves are all that is sent.
+    # If adapters are synchronised separately from the base, only they are sent.
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
@@ -150,7 +156,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
 
     num_sent = 0
     num_received = 0
-    transfers = schedule(plan, config.hybrid_engine.staging_bytes)
+    transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
     for (sender, receiver), count in transfers.messages.items():
         if sender == rank:
             num_sent += count
@@ -177,20 +183,33 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     return with_role_sections(replace(config, model=model), with_folder)
 
 
+def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
+    """Return rows with the ``count`` most likely tokens of a teacher; unchanged for a count of 0."""
+    if not count:
+        return rows
+    tokens = len(rows.tokens)
+    ids = torch.arange(count, dtype=torch.int32)
+    return replace(
+        rows,
+        teacher_top_ids=ids.expand(tokens, count),
+        teacher_top_log_probs=torch.ones(1, 1).expand(tokens, count + 1),
+    )
+
+
 def _full_rows(
     config: RunConfig,
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
-    # The longest rows that fit into a micro-batch.
+    # Fill a micro-batch with rows of equal length, as long as possible.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)
     length = budget // rows_per_microbatch
 
     microbatches = 0
     for layout in layouts:
-        # An interleaved schedule has up to two per stage in flight.
+        # An interleaved schedule has up to two micro-batches per stage in flight.
         in_flight = layout.pipeline + 1
         if layout.virtual_pipeline > 1:
             in_flight = 2 * layout.pipeline
@@ -199,7 +218,7 @@ def _full_rows(
     num_rows = microbatches * rows_per_microbatch
     num_tokens = num_rows * length
 
-    # Prompt and response have the same ratio as their limits.
+    # The lengths of prompt and response have the same ratio as their limits.
     prompt_length = length * config.data.max_prompt_tokens // batch.longest_row
     row_mask = torch.arange(length) >= prompt_length
 
@@ -208,7 +227,7 @@ def _full_rows(
     tokens = torch.ones(1, dtype=torch.long).expand(num_tokens)
     rows = torch.ones(num_rows, dtype=torch.long)
 
-    # With a truncated distribution every position has the ids of the tokens that remain.
+    # If sampling truncates distributions, every position has the ids of the remaining tokens.
     support_sizes = None
     support = None
     if config.rollout.truncates:
@@ -240,11 +259,11 @@ def _full_rows(
 @contextmanager
 def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
     """Add the micro-batches of the block to the count of a phase."""
-    before = progress_count("micro-batches")
+    first_count = progress_count("micro-batches")
     yield
     if role.model is not None:
         # Each virtual stage counts every micro-batch.
-        passes = progress_count("micro-batches") - before
+        passes = progress_count("micro-batches") - first_count
         simulation.phases[phase].microbatches += passes // len(role.model.wrapped)
 
 
@@ -266,7 +285,7 @@ def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> 
 
 
 def _group_kinds(groups: ParallelGroups) -> dict[str, object]:
-    """Return the process groups of a role by the names under which they are counted."""
+    """Return the process groups of a role by the names under which their traffic is counted."""
     return {
         "tensor": groups.tensor,
         "context": groups.context,

@@ -1,8 +1,8 @@
 """The protocols of a rollout engine, and the construction of a run's engine.
 
 A `Generator` samples; a `WeightStore` has storage that the hybrid engine writes into. They are separate
-protocols because a server splits them: the ranks of the job have its generator, the server's workers its
-weights. Further capabilities of an engine are in the table of `config.engines`.
+protocols because with a server they are apart: the ranks of the job have the generator, and the server's
+workers have the weights. Further capabilities of an engine are in the table of `config.engines`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Generator(Protocol):
     """Sampler of token sequences from the weights that the engine has.
 
     Every call is collective over the tensor-parallel ranks of one replica, which must make equal calls in an
-    equal order; the completions are equal, too. The tokens of a completion depend on its request alone, not
+    equal order; the completions are equal, too. The tokens of a completion depend only on its request, not
     on the requests that it is batched with.
     """
 
@@ -40,12 +40,12 @@ class Generator(Protocol):
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the maximum number of tokens of a request with its completion, None without a bound."""
+        """Return the maximum number of tokens of a request with its completion, or None if unbounded."""
         ...
 
     @property
     def most_rows(self) -> int:
-        """Return the number of requests that the engine works on at once; further ones queue inside it."""
+        """Return the maximum number of requests that the engine runs concurrently; it queues others."""
         ...
 
     # Sampling: submit, step and abort inside the context of `sampling`, and interrupt at its end.
@@ -154,7 +154,7 @@ class Engine(Generator, WeightStore, Protocol):
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of an adapter that is separate from the weights, None without one."""
+        """Return the storage of an adapter that is separate from the weights, or None if there is none."""
         ...
 
     def close(self) -> None:
@@ -185,9 +185,10 @@ def make_engine(
 ) -> Engine | None:
     """Build the in-process engine ``config.engine`` of a rank, without weights; None outside ``layout``.
 
-    ``records`` are (layers, experts per token), for engines with ``routing_replay``. ``adapters`` describes
-    an adapter with storage of its own, for engines with ``adapter_sync``. A user's own engine receives
-    neither, and is built on the ranks of ``layout`` alone. Collective over the world.
+    ``records`` requests the routed experts of each token from an engine with ``routing_replay``: the model's
+    (layers, experts per token), or None. ``adapters`` describes an adapter with separate storage, for engines
+    with ``adapter_sync``. A user's own engine receives neither, and is built only on the ranks of ``layout``.
+    Collective over the world.
     """
     arguments: dict[str, Any] = {
         "layout": layout,

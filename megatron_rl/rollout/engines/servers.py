@@ -134,7 +134,7 @@ class Server(Protocol):
 
 
 def make_servers(config: RunConfig) -> list[Server]:
-    """Return the servers of a run, in the order of `rollout.server.urls`; the engine is a server engine."""
+    """Return the servers of a run with a server engine, in the order of `rollout.server.urls`."""
     # Imported once it is chosen: the libraries of other engines need not be installed.
     folder = import_module(ENGINES[config.rollout.engine].module)
     return [folder.make_server(url) for url in config.rollout.server.urls]
@@ -207,8 +207,8 @@ class ServerGenerator:
         self._servers = list(servers)
         self._weights = weights
 
-    def resubmitted(self) -> int:
-        """Return the number of requests that were sent to another server since the last call."""
+    def pop_resubmitted(self) -> int:
+        """Return the number of requests that were sent to another server since the last call; reset it."""
         count = self._resubmitted
         self._resubmitted = 0
         return count
@@ -291,7 +291,7 @@ class ServerGenerator:
             self._run(asyncio.wait(tasks))
 
     def _choose(self, seed: int) -> Server | None:
-        """Return the server of a sequence, or the least busy one for a new sequence; None without servers."""
+        """Return the server of a sequence, or the least busy one for a new sequence; None if none is left."""
         # The server of an earlier request may be lost.
         if self._server_of.get(seed) not in self._in_flight:
             if not self._in_flight:
@@ -346,7 +346,7 @@ class Lease:
         # A killed run's lease expires within this time.
         deadline = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
         while True:
-            reserved = self._first_reserved()
+            reserved = self._claim_all()
             if reserved is None:
                 break
 
@@ -364,7 +364,7 @@ class Lease:
                 raise UserError(
                     "a server is reserved by another run",
                     where=f"{url}, of rollout.server.urls",
-                    expected="a server for this run alone, since each run updates its weights",
+                    expected="a server that no other run uses, since each run updates its weights",
                     got=f"reserved by {holder}",
                     fix="name another server, or start this run after the other one has ended",
                 )
@@ -372,8 +372,8 @@ class Lease:
 
         self._thread.start()
 
-    def _first_reserved(self) -> tuple[str, str] | None:
-        """Claim every server; return the URL and the holder of the first that is reserved, else None."""
+    def _claim_all(self) -> tuple[str, str] | None:
+        """Claim every server; return URL and holder of the first one that is already reserved, or None."""
         holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
         for url, holder in holders:
             if holder:
@@ -402,9 +402,10 @@ class Lease:
     def _renew(self) -> None:
         """Renew the lease until it is closed: the main function of the thread."""
         while not self._closed.wait(RENEW_SECONDS):
-            self._claim_all(LEASE_SECONDS)
+            self._set_leases(LEASE_SECONDS)
 
-    def _claim_all(self, seconds: float) -> None:
+    def _set_leases(self, seconds: float) -> None:
+        """Set the remaining time of the lease of every server that can be reached."""
         for server in self._servers:
             # A lost server is detected by its next request to sample.
             with suppress(ServerError, KeyError, ValueError):
@@ -419,4 +420,4 @@ class Lease:
         self._thread.join()
 
         # A lease of zero seconds releases the server.
-        self._claim_all(0.0)
+        self._set_leases(0.0)

@@ -14,7 +14,7 @@ def _structure(reader: ConfigReader) -> Fields:
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
     # Scores are a softmax over all experts and are not renormalised over the selected ones; Megatron-Core
-    # 0.19 by default takes the softmax over the selected ones alone.
+    # 0.19 by default computes the softmax over only the selected experts.
     return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
 
 

@@ -11,7 +11,7 @@ from megatron_rl.shapes.family import (
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # Every other layer has a sliding window unless config.json has a pattern of its own.
+    # Every other layer has a sliding window unless config.json has another pattern.
     every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
     return {**gemma_structure(reader), **sliding_window_fields(every_other, reader.size("num_hidden_layers"))}
 
@@ -32,5 +32,5 @@ FAMILY = Family(
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    scaled_embedding=True,
+    features=("scaled_embedding", "capped_scores"),
 )

@@ -29,5 +29,5 @@ FAMILY = Family(
     },
     # transformers writes the former key under a private name, next to the layer_types that replaced it.
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
-    scaled_embedding=True,
+    features=("scaled_embedding", "capped_scores"),
 )

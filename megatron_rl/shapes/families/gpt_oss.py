@@ -18,14 +18,14 @@ def _structure(reader: ConfigReader) -> Fields:
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
 
-    # quick_gelu has this factor, and vLLM these three constants, whatever config.json says.
+    # quick_gelu has this factor, and vLLM reads none of these three constants from config.json.
     reader.allow("swiglu_alpha", 1.702)
     reader.allow("swiglu_limit", 7.0)
     reader.allow("rms_norm_eps", 1e-5)
 
     rope = rope_parameters(reader.config)
     if rope.get("rope_type") != "yarn":
-        reader.refuse("vLLM computes this model with YaRN alone", "rope_parameters", '"rope_type": "yarn"')
+        reader.refuse("vLLM computes this model only with YaRN", "rope_parameters", '"rope_type": "yarn"')
 
     # vLLM has the window in every other layer, the first one among them.
     layers = reader.size("num_hidden_layers")

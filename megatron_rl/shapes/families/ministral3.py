@@ -12,7 +12,7 @@ def _structure(reader: ConfigReader) -> Fields:
     parameters = rope_parameters(reader.config)
     absent_keys = [name for name in _SCALES if not parameters.get(name)]
 
-    # Both are needed for the factor of the queries, see `Family.scaled_queries`.
+    # Both are needed for the factor of the queries, see `Family.features`.
     if absent_keys:
         reader.refuse(
             "the factor of the queries is not given",
@@ -35,6 +35,6 @@ FAMILY = Family(
     "Ministral3ForSequenceClassification",
     _structure,
     defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
-    scaled_queries=True,
+    features=("scaled_queries",),
     engine_keys=_engine_keys,
 )

@@ -4,7 +4,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, olmo_structu
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # Every fourth layer has full attention unless config.json has a pattern of its own.
+    # Every fourth layer has full attention unless config.json has another pattern.
     every_fourth = ConfigReader({"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors)
     windows = sliding_window_fields(every_fourth, reader.size("num_hidden_layers"))
 

@@ -4,7 +4,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # Unlike in Llama, the bias of the output projection has a key of its own.
+    # Unlike in Llama, the bias of the output projection has a separate key.
     return {
         "qkv_bias": reader.flag("attention_bias"),
         "output_bias": reader.flag("attention_out_bias"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms import get_algorithm
 from megatron_rl.distributed import device
 from megatron_rl.megatron.lora import initial_policy
 
@@ -19,6 +20,9 @@ import training
 def main(folder: Path, plan: str) -> None:
     device.initialize(timeout=120)
     for case in json.loads((folder / plan).read_text()):
+        algorithm = training.ALGORITHM
+        if "algorithm" in case:
+            algorithm = get_algorithm(case["algorithm"]["name"], case["algorithm"]["pieces"])
         batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
         model = training.build(folder / case["model"], case)
         # So large an epsilon makes Adam's step proportional to the gradient, so steps of layouts compare.
@@ -34,7 +38,7 @@ def main(folder: Path, plan: str) -> None:
         # Scores before the step, and the difference that the step makes to each weight.
         log_probs, entropy = training.scores(model, batch, case["budget"])
         for _ in range(case.get("updates", 1)):
-            result = training.train_step(model, optimizer, batch, case["budget"])
+            result = training.train_step(model, optimizer, batch, case["budget"], algorithm)
 
         after = training.gathered_weights(model)
         # The policy without its adapters is the reference model of a run with LoRA.

@@ -13,7 +13,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron import schedule
 from megatron_rl.megatron.model import build_model
-from megatron_rl.megatron.optimizer import wrap
+from megatron_rl.megatron.optimizer import wrap_in_ddp
 from megatron_rl.megatron.schedule import PipelineExchange
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
@@ -73,7 +73,7 @@ def main() -> None:
         dist.barrier(groups.pipeline)  # NCCL requires all members in a group's first call
         model = build_model(config, groups, dtype=torch.float32)
         # Gradients need Megatron's data-parallel wrapper.
-        wrap(model, True, None)
+        wrap_in_ddp(model, True, None)
 
         for rows in ROWS:
             batch = batch_of(rows)

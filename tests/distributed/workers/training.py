@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from megatron_rl.algorithms import get_algorithm
+from megatron_rl.algorithms import Algorithm, get_algorithm
 from megatron_rl.algorithms.aggregation import with_loss_weights
 from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
@@ -20,7 +20,7 @@ from megatron_rl.hf.peft import add_adapters
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.lora import adapter_boxes, adapter_parameters, policy_weights
 from megatron_rl.megatron.model import ParallelModel, build_model
-from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.metrics import Metrics, merge
@@ -87,7 +87,7 @@ def build(
 def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **changes: Any) -> Optimizer:
     """Wrap the model for training and return its optimizer, with ``changes`` of `OPTIMIZER`."""
     config = replace(OPTIMIZER, **changes)
-    wrap(model, config.distributed, ddp)
+    wrap_in_ddp(model, config.distributed, ddp)
     return Optimizer(model, config, steps=20)
 
 
@@ -108,7 +108,7 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     for micro_batch in (micro_batch for outputs in gathered for micro_batch in outputs):
         lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
         for row, row_log_probs, row_entropy in zip(
-            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs), strict=True
+            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs[:2]), strict=True
         ):
             log_probs[starts[row] : starts[row + 1]] = row_log_probs
             entropy[starts[row] : starts[row + 1]] = row_entropy
@@ -120,21 +120,23 @@ def train_step(
     optimizer: Optimizer,
     batch: TrainBatch,
     budget: int,
+    algorithm: Algorithm = ALGORITHM,
 ) -> dict[str, float]:
     """Run one optimizer step and return its metrics, loss, gradient norm and learning rate.
 
     Collective over all ranks; results are equal.
     """
-    batch = with_loss_weights(batch, ALGORITHM)
+    batch = with_loss_weights(batch, algorithm)
     optimizer.zero_grad()
 
     def objective(
         rows: TrainBatch,
         log_probs: torch.Tensor,
         entropy: torch.Tensor,
+        **options: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
         # Only the sum of the losses is read below; the weight just has to be positive.
-        loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
+        loss, metrics = policy_objective(algorithm, rows, log_probs, entropy, **options)
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
     _, metrics = forward_backward(model, batch, budget, batch.response_mask, objective)

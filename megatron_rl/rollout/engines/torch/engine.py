@@ -45,8 +45,8 @@ class Decoder(Protocol):
         """Append one token to each sequence ([B]); return the next logits [B, V]."""
         ...
 
-    def keep(self, rows: list[int]) -> None:
-        """Drop all sequences except these."""
+    def select_rows(self, rows: list[int]) -> None:
+        """Drop all sequences except those of ``rows``, in the order of ``rows``."""
         ...
 
 
@@ -85,7 +85,7 @@ class CachingDecoder:
         inputs = tokens.to(self._device)[:, None]
         return self._forward(inputs, positions)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._device)
         self._mask = self._mask[index]
         # Unlike `batch_select_indices`, it also selects the states of delta nets (seen in transformers 5.19).
@@ -227,7 +227,7 @@ class TorchEngine:
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:
-        """Drop every open request: none has a token, since `step` completes the ones that it begins."""
+        """Drop all queued requests and return no completions: `step` never leaves a request half sampled."""
         self._open.clear()
         return []
 
@@ -274,7 +274,7 @@ class TorchEngine:
         return boxes
 
     def finish_update(self, version: int) -> None:
-        """Set the version of the weights; no cache outlives a step."""
+        """Set the version of the weights. There is no cache to invalidate: none survives a step."""
         self.weights_version = version
 
     def sleep(self) -> None:
@@ -295,7 +295,7 @@ def _checkpoint_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
 
-    ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
+    ``interleaved``: whether expert weights are transposed and gate and up columns alternate, as in gpt-oss.
     """
     if interleaved:
         for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():
@@ -378,7 +378,7 @@ def _decode(
             # `keep` takes indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
-                decoder.keep(unfinished)
+                decoder.select_rows(unfinished)
             sampled = sampled[unfinished]
         if active:
             logits = decoder.step(sampled)
@@ -399,7 +399,7 @@ def _decode(
 def _generator(seed: int, draws: int) -> torch.Generator:
     """Return a sequence's random generator after ``draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    # One draw at a time and many at once advance a CPU generator alike; `draw` uses float64, too.
+    # Separate draws and a batch of draws advance a CPU generator equally; `draw` also uses float64.
     torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 

@@ -35,7 +35,7 @@ def make_engine(
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
-    """Return vLLM's tool-call parser ``name``, for any engine; None without a name.
+    """Return vLLM's tool-call parser ``name``, for any engine; None if ``name`` is None.
 
     Raises UserError for an unknown parser, or one that refuses the tokenizer.
     """

@@ -51,7 +51,7 @@ class TransferRendezvous(WeightTransferInitInfo):
     """
 
     model: Any = None
-    """Model that this rank trains, None if it only generates."""
+    """Model that this rank trains, or None if it only generates."""
 
     address: str | None = None
     """Host of the trainers' rendezvous, None in the trainers' own job."""
@@ -66,7 +66,7 @@ class TransferRendezvous(WeightTransferInitInfo):
     """Number of vLLM workers, whose ranks follow those of the trainers."""
 
     staging_bytes: int = HybridEngineConfig.staging_bytes
-    """Most bytes in staging buffers at a time, equal on all ranks."""
+    """Largest number of bytes in staging buffers at a time, equal on all ranks."""
 
     verify: str = HybridEngineConfig.verify
     """Verification of a transfer, equal on all ranks; see `HybridEngineConfig.verify`."""

@@ -48,13 +48,13 @@ class _OpenRequest:
     """vLLM's sampling parameters of it, which may hold a record of its experts."""
 
     support: replay.Support | None
-    """Record of the support of its draws, None if vLLM reports it or nothing is filtered."""
+    """Record of the support of its draws, or None if vLLM reports it or nothing is filtered."""
 
     current: GenerationRequest
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
 
     search: StopSearch | None
-    """Search for stop texts in the tokens of vLLM's request, None without stop texts."""
+    """Search for stop texts in the tokens of a vLLM request; None if it has no stop texts."""
 
     searched: int = 0
     """Number of sampled tokens of vLLM's request that were searched: all up to the completed stop text."""
@@ -68,9 +68,10 @@ class _OpenRequest:
         return len(self.current.tokens) - len(self.original.tokens)
 
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
-        """Search the new ones of vLLM's sampled ``tokens``; return whether one completes a stop text.
+        """Search the tokens sampled since the last call; return whether a stop text is complete.
 
-        If so, ``searched`` is the number of tokens up to it.
+        ``tokens`` are all sampled tokens of the vLLM request. ``searched`` becomes the number of tokens up to
+        the end of the stop text.
         """
         if self.search is None:
             return self.is_stopped
@@ -87,12 +88,12 @@ class VllmEngine:
     """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
 
     ``model_path`` is a Hugging Face folder. ``config.vllm`` passes through to vLLM's engine arguments.
-    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` of
-    the checkpoint's tensors are read from its headers unless given.
+    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` are
+    the shapes of the checkpoint's tensors; None reads them from the files' headers.
 
-    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 keeps them
-    in host memory. ``records`` are (layers, experts per token) of a model whose `Completion.experts` are
-    needed. ``adapters`` describes an adapter with storage of its own, which every request uses. The base
+    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 moves them
+    to host memory. ``records`` requests `Completion.experts`: the (layers, experts per token) of the model,
+    or None. ``adapters`` describes an adapter with separate storage, which every request uses. The base
     weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
@@ -218,7 +219,7 @@ class VllmEngine:
             arguments |= replay.support_arguments()
         if config.bans_ngrams:
             processors = arguments.get("logits_processors", [])
-            arguments["logits_processors"] = [*processors, *rules.processors()]
+            arguments["logits_processors"] = [*processors, *rules.logits_processors()]
         if self._records:
             arguments |= replay.routing_arguments()
 

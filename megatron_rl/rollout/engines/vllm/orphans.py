@@ -71,7 +71,7 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
 
 
 def _session(pid: int) -> int | None:
-    """Return the session of a process, None if the process has ended."""
+    """Return the session of a process, or None if the process has ended."""
     with suppress(ProcessLookupError):
         return os.getsid(pid)
     return None

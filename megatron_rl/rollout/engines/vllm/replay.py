@@ -2,7 +2,7 @@
 
 *Support*: the token ids that passed the filters at each draw. The trainer normalises over the same tokens, so
 that log-probs of both sides belong to one distribution. *Experts*: the experts that each token was routed to,
-so that the trainer routes it alike.
+so that the trainer routes it the same way.
 
 On accelerators vLLM's newer model runner reports both. The host has only the older runner, so hooks of this
 module record them there: a logits processor and a capture function of the routers. A hook finds its request's
@@ -125,7 +125,7 @@ def _truncating_request(
     _: Any,
     tokens: list[int],
 ) -> tuple[SamplingParameters, Support, list[int]] | None:
-    """Return the processor's entry for a new request, None without a support record.
+    """Return the processor's entry for a new request, or None if there is no support record.
 
     vLLM appends to ``tokens`` as it samples, so its length is the number of tokens sampled so far.
     """

@@ -19,8 +19,8 @@ from megatron_rl.rollout.types import GenerationRequest
 _SIZE_KEY = "megatron_rl_ngram_size"
 
 
-def processors() -> list[type]:
-    """Return the logits processors of an engine whose requests may have such rules."""
+def logits_processors() -> list[type]:
+    """Return the classes of logits processors that an engine needs for the rules of `add_rules`."""
     return [host_processor() if device.on_host() else accelerator_processor()]
 
 
@@ -32,7 +32,7 @@ def add_rules(parameters: Any, request: GenerationRequest) -> None:
 
 
 def _ngram_size(parameters: Any) -> int:
-    """Return the n of a request's n-grams, 0 without."""
+    """Return the size of n-grams that a request must not repeat, or 0 without this rule."""
     return (parameters.extra_args or {}).get(_SIZE_KEY, 0)
 
 
@@ -74,7 +74,7 @@ def _request_tokens(
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return the processor's entry for a new request, None without rules.
+    """Return the processor's entry for a new request, or None if there are no rules.
 
     vLLM appends to ``output`` as it samples.
     """

@@ -91,7 +91,7 @@ def prepare_vllm() -> None:
 
 
 def keep_weights_writable() -> None:
-    """Make vLLM store the weights of models loaded from now on so that they can be written in place.
+    """Make vLLM store the weights of later models in a layout that can be written in place.
 
     May be called repeatedly.
     """
@@ -105,7 +105,7 @@ def keep_weights_writable() -> None:
 
 
 def weights_are_writable() -> bool:
-    """Return whether models that vLLM loads from now on can be written in place."""
+    """Return whether the weights of models that vLLM loads can be written in place."""
     return _writable
 
 
@@ -332,7 +332,7 @@ class _DistributedOfLayout:
     def new_group(self, ranks: Any, **options: Any) -> Any:
         spans_world = self._layout.size == self._distributed.get_world_size()
         if spans_world and not device.on_host():
-            # Unsorted: a layout may order its ranks in another way than their numbers.
+            # Unsorted: the order of a layout's ranks need not be ascending.
             options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
             return self._distributed.new_group(ranks, **options)
         # The job's own group of these ranks, which `join_groups` created on the whole world.
@@ -340,7 +340,7 @@ class _DistributedOfLayout:
 
 
 class _TorchOfLayout:
-    """Replacement of the torch module with another ``distributed``."""
+    """Replacement of the torch module in which ``torch.distributed`` is a `_DistributedOfLayout`."""
 
     def __init__(self, distributed: Any) -> None:
         self.distributed = distributed
@@ -443,7 +443,7 @@ def forget_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
-    # All process-wide groups of vLLM; some exist in newer or older versions alone.
+    # All process-wide groups of vLLM; some exist only in newer or only in older versions.
     names = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
     for name in names.split():
         if hasattr(parallel_state, name):

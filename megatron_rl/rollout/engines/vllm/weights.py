@@ -369,7 +369,7 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Return whether a module stores its weights in another order than the checkpoint.
+    """Return whether a module stores its weights in a different order than the checkpoint.
 
     Shapes do not show it: packing may preserve them. Only experts are packed, and their kernel decides.
     """

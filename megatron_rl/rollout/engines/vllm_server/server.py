@@ -95,7 +95,7 @@ class VllmServer:
         body: Any = None,
         seconds: float = CONTROL_SECONDS,
     ) -> Any:
-        """Send one request synchronously, in a session of its own; see `request`."""
+        """Send one request synchronously, in a separate session; see `request`."""
 
         # A loop and a session for one call: control calls are rare, and come from several threads.
         async def call_once() -> Any:
@@ -204,7 +204,7 @@ class VllmServer:
         return self.require_settings(settings, requirements)
 
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
-        """Return the number of requests that the server works on at once; raise UserError unless it fits.
+        """Return how many requests the server runs concurrently; raise UserError if it does not fit the run.
 
         ``settings`` is the config.json of the run's model, as transformers reads it.
         """
@@ -354,18 +354,18 @@ def _require_model(
     served: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError if a plain setting, or a number of the position settings, differs between the models.
+    """Raise UserError if the server's model differs from the run's in a value of `plain_settings`.
 
-    A setting that only one side has is ignored: transformers and vLLM add defaults of their own.
+    A setting that only one of the two has is ignored: transformers and vLLM add different defaults.
     """
-    # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
+    # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
     plain = plain_settings(settings)
     served_plain = plain_settings(transformers_config(served))
 
     for name, value in plain.items():
         if name in served_plain and served_plain[name] != value:
             raise UserError(
-                "a server has another model",
+                "the server has a different model",
                 where=path,
                 expected=f"{name}: {value}",
                 got=f"{name}: {served_plain[name]}, of {served.get('_name_or_path')}",

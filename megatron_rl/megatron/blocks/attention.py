@@ -1,0 +1,41 @@
+"""Softmax attention on packed rows: Megatron's own, with the features that its settings cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.megatron.blocks.builder import BlockBuilder
+from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group, prepare_local_rotation
+from megatron_rl.megatron.norms import replace_query_key_norms
+from megatron_rl.shapes.blocks.attention import Attention
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.megatron.model_spec import ModelSpec
+
+
+class AttentionBuilder(BlockBuilder[Attention]):
+    """Builder of attention."""
+
+    def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
+        """Support fewer key-value heads than tensor-parallel ranks."""
+        if shape.kv_heads < layout.tensor:
+            allow_shared_heads()
+
+    def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
+        """Bind shared heads to the role's own group; add norms over all heads and local rotary angles."""
+        shape = spec.model.shape
+        if spec.shares_heads:
+            for layer in layers:
+                bind_tensor_group(layer.self_attention)
+
+        if shape.whole_qk_norm:
+            replace_query_key_norms(layers)
+        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
+        if "full_attention" in spec.hf_config.rope_parameters:
+            prepare_local_rotation(layers, shape.sliding_layers, spec.local_rotary_factor)
+
+
+BUILDER = AttentionBuilder()

@@ -1,0 +1,31 @@
+"""Mixtures of experts: Megatron's own, on hosts and with biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.megatron.blocks.builder import BlockBuilder
+from megatron_rl.megatron.experts import prepare_biased_experts, prepare_experts
+from megatron_rl.shapes.blocks.experts import Experts
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.megatron.model_spec import ModelSpec
+
+
+class ExpertsBuilder(BlockBuilder[Experts]):
+    """Builder of mixtures of experts."""
+
+    def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
+        """Replace functions of the router and the dispatcher that fail on this platform."""
+        prepare_experts()
+
+    def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
+        """Make experts add their biases, if they have any."""
+        if spec.model.shape.expert_bias:
+            prepare_biased_experts(layers)
+
+
+BUILDER = ExpertsBuilder()

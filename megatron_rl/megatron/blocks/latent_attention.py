@@ -1,0 +1,39 @@
+"""Multi-head latent attention on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.megatron.blocks.builder import BlockBuilder, LayerOptions
+from megatron_rl.megatron.layers import (
+    allow_without_transformer_engine,
+    fit_latent_spec,
+    prepare_latent_attention,
+)
+from megatron_rl.shapes.blocks.latent_attention import LatentAttention
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.megatron.model_spec import ModelSpec
+
+
+class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
+    """Builder of latent attention."""
+
+    def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
+        """Support installations without Transformer Engine."""
+        allow_without_transformer_engine()
+
+    def layer_spec(self, layer: Any, kind: LatentAttention, options: LayerOptions) -> Any:
+        """Return the layer with attention that takes the norms of its spec in any version of Megatron."""
+        fit_latent_spec(layer, options.tensor_group)
+        return layer
+
+    def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
+        """Adapt projections and rotary angles to packed rows."""
+        prepare_latent_attention(layers, spec.inverse_frequencies)
+
+
+BUILDER = LatentAttentionBuilder()

@@ -1,0 +1,201 @@
+"""Teacher behind a vLLM server: log-probs of sampled tokens and of the most likely ones, over HTTP.
+
+The one idea: a response of vLLM with ``prompt_logprobs`` has the columns that a teacher in the job returns,
+so the step reads either. Requests run in a thread while the roles of the job compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.sections.teacher_server import TeacherServerConfig
+from megatron_rl.distributed.exchange import RowShard
+from megatron_rl.megatron.log_probs import TopTokens
+from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.function import Failure
+from megatron_rl.rewards.servers import (
+    CIRCUIT_OPEN,
+    NONSENSE,
+    RATE_LIMITED,
+    REQUESTS,
+    RETRIES,
+    Reply,
+    Server,
+    secret_headers,
+)
+from megatron_rl.types import BANNED, Rollouts, split_rows
+
+VALID = "teacher_valid"
+"""Column with whether the server has returned the log-probs of each row."""
+NO_LOG_PROBS = "the teacher's server gave no log-probs"
+"""Reason of a row whose request failed."""
+
+LEAST_REST = 1e-6
+"""Least probability of all tokens but the most likely ones: their sum is known to about 1e-7, and a reverse
+KL would take its logarithm."""
+
+_BYTES_PER_ENTRY = 160
+"""Bound of the bytes of one token's log-prob in a response."""
+
+
+class TeacherResults(NamedTuple):
+    """Results of a round of requests on one rank; empty on ranks that send none."""
+
+    shard: RowShard
+    """The teacher's columns, and whether each row has them."""
+    failures: tuple[Failure, ...] = ()
+    """Rows without log-probs."""
+    metrics: Metrics = Metrics()
+    """Requests, retries and failures per row."""
+
+
+class ServedTeacher:
+    """Client of a teacher's server.
+
+    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such columns.
+    """
+
+    name = "teacher_server"
+
+    def __init__(self, config: TeacherServerConfig, top_tokens: TopTokens | None, longest_row: int) -> None:
+        self.config = config
+        self.top_tokens = top_tokens
+        count = 1
+        if top_tokens is not None:
+            count += top_tokens.tokens
+        self._server = Server(
+            config,
+            config.url.rstrip("/") + "/completions",
+            secret_headers(config, config.key_from),
+            largest_reply=2**20 + longest_row * count * _BYTES_PER_ENTRY,
+        )
+        self._thread = ThreadPoolExecutor(1, "teacher")
+
+    def start(self, rollouts: Rollouts, sends: bool) -> Future[TeacherResults]:
+        """Start the requests for all rows in a thread, on the rank that ``sends``; others return no rows."""
+        if sends:
+            return self._thread.submit(self._request_all, rollouts)
+        no_rows: Future[TeacherResults] = Future()
+        no_rows.set_result(TeacherResults(self._shard(torch.zeros(0, dtype=torch.long), [])))
+        return no_rows
+
+    def close(self) -> None:
+        """End the thread; requests that are running are dropped with the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _request_all(self, rollouts: Rollouts) -> TeacherResults:
+        """Request and read the log-probs of all rows."""
+        rows = [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)]
+        masks = split_rows(rollouts.response_mask, rollouts.lengths)
+        failures: list[Failure] = []
+
+        def read_row(number: int, reply: Reply) -> _RowColumns:
+            tokens = rows[number]
+            row_columns = _RowColumns(len(tokens), self.top_tokens)
+            reason = reply.reason
+            message = reply.message
+            if reason is None:
+                problem = row_columns.read(reply, tokens, masks[number])
+                if problem is not None:
+                    reason = NONSENSE
+                    message = problem
+            if reason is not None:
+                row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)
+                failures.append(Failure(number, reason, f"{self.config.url}: {message}"))
+            return row_columns
+
+        columns = self._server.post([self._body(row) for row in rows], read_row)
+        # Replies arrive in any order.
+        failures.sort(key=lambda failure: failure.row)
+
+        metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(rows))
+        for name in (REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN):
+            metrics += Metrics.mean(f"teacher/{name}", float(self._server.counts[name]), len(rows))
+        return TeacherResults(self._shard(rollouts.lengths, columns), tuple(failures), metrics)
+
+    def _body(self, tokens: list[int]) -> dict[str, Any]:
+        """Return the request for one row."""
+        count = 0
+        if self.top_tokens is not None:
+            count = self.top_tokens.tokens
+        # One token has to be generated; the row's own log-probs are those of the prompt.
+        return {
+            "model": self.config.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": count,
+        }
+
+    def _shard(self, lengths: Tensor, columns: list[_RowColumns]) -> RowShard:
+        """Concatenate the columns of rows."""
+        no_row = _RowColumns(0, self.top_tokens)
+        tokens = {
+            name: torch.cat([tensor, *(row.tensors[name] for row in columns)])
+            for name, tensor in no_row.tensors.items()
+        }
+        valid = torch.tensor([row.valid for row in columns], dtype=torch.bool)
+        return RowShard(torch.arange(len(columns)), lengths, tokens, {VALID: valid})
+
+
+class _RowColumns:
+    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 where no token is sampled."""
+
+    def __init__(self, length: int, top_tokens: TopTokens | None, valid: bool = True) -> None:
+        self.valid = valid
+        self._top_tokens = top_tokens
+        self.tensors = {"teacher_log_probs": torch.zeros(length)}
+        if top_tokens is not None:
+            count = top_tokens.tokens
+            self.tensors["teacher_top_ids"] = torch.zeros((length, count), dtype=torch.int32)
+            self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
+
+    def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
+        """Fill the columns from a response; return what is wrong with it, or None for a valid one."""
+        try:
+            entries = reply.value["choices"][0]["prompt_logprobs"]
+            if len(entries) != len(tokens):
+                return f"log-probs of {len(entries)} tokens, expected {len(tokens)}"
+            for position in mask.nonzero()[:, 0].tolist():
+                # No distribution precedes the first token of a row.
+                if position:
+                    self._read_token(position, tokens[position], entries[position])
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            return f"no prompt_logprobs in {reply.value!r:.200} ({error!r:.80})"
+        return None
+
+    def _read_token(
+        self,
+        position: int,
+        token: int,
+        entries: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Fill in the log-probs of one position; raise ValueError for a number that is not a log-prob."""
+        log_probs = {int(text): float(entry["logprob"]) for text, entry in entries.items()}
+        # The columns are int32 and float32: other numbers of an untrusted server must not reach them.
+        if min(log_probs) < 0 or not all(BANNED <= value <= 1e-3 for value in log_probs.values()):
+            raise ValueError(f"log-probs {log_probs}")
+        self.tensors["teacher_log_probs"][position] = log_probs[token]
+        if self._top_tokens is None:
+            return
+
+        # The sampled token is always among the entries, even if it is not among the most likely ones.
+        count, vocabulary = self._top_tokens
+        if len(log_probs) < min(count, vocabulary):
+            raise ValueError(f"{len(log_probs)} tokens, expected {count}")
+        likely = sorted(log_probs, key=lambda number: -log_probs[number])[:count]
+        likely = [number for number in likely if number < vocabulary]
+        values = [log_probs[number] for number in likely]
+        other_probability = 1.0 - math.fsum(map(math.exp, values))
+        absent = count - len(likely)
+        ids = torch.tensor(likely + [-1] * absent, dtype=torch.int32)
+        self.tensors["teacher_top_ids"][position] = ids
+        self.tensors["teacher_top_log_probs"][position] = torch.tensor(
+            [*values, *[BANNED] * absent, math.log(max(other_probability, LEAST_REST))]
+        )

@@ -1,0 +1,188 @@
+"""Softmax attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
+from megatron_rl.shapes.layer_weights import Source, Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
+    from megatron_rl.shapes.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Attention to all earlier tokens or to a sliding window, with the head sizes of `ModelShape`."""
+
+    name: ClassVar[str] = "attention"
+    noun: ClassVar[str] = "layers of attention"
+    layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Yield projections, biases, sinks, and norms of queries and keys."""
+        # The rows of the three projections, without the columns: biases have the same.
+        query_rows = shape.heads * shape.head_dim
+        key_rows = shape.kv_heads * shape.head_dim
+        projections = [
+            Source("self_attn.q_proj", (query_rows,), "rows"),
+            Source("self_attn.k_proj", (key_rows,), "heads"),
+            Source("self_attn.v_proj", (key_rows,), "heads"),
+        ]
+        if shape.output_gate:
+            # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
+            queries = replace(projections[0], runs=shape.heads, pitch=2 * shape.head_dim)
+            projections[:1] = [queries, queries]
+
+        matrices = tuple(
+            replace(source, name=f"{source.name}.weight", shape=(*source.shape, shape.hidden))
+            for source in projections
+        )
+        yield Weight("self_attention.linear_qkv.weight", "query_key_value", matrices)
+        output = Source("self_attn.o_proj.weight", (shape.hidden, query_rows), "columns")
+        yield Weight("self_attention.linear_proj.weight", "columns", (output,))
+
+        if shape.qkv_bias:
+            biases = tuple(replace(source, name=f"{source.name}.bias") for source in projections)
+            yield Weight("self_attention.linear_qkv.bias", "query_key_value", biases)
+        if shape.output_bias:
+            bias = Source("self_attn.o_proj.bias", (shape.hidden,))
+            yield Weight("self_attention.linear_proj.bias", "whole", (bias,))
+        if shape.sinks:
+            sinks = Source("self_attn.sinks", (shape.heads,), "rows")
+            yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
+
+        # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one share
+        # them, and in a norm over all heads a rank uses the slice of its own heads.
+        if shape.qk_norm:
+            for letter, rows in (("q", query_rows), ("k", key_rows)):
+                if not shape.whole_qk_norm:
+                    rows = shape.head_dim
+                norm = Source(f"self_attn.{letter}_norm.weight", (rows,))
+                yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
+
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of queries, keys, values, their norms and the output."""
+        if layer.fused:
+            return _fused_elements(layer)
+        return _plain_elements(layer)
+
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count projections, and copies of them with the tokens of a row together."""
+        shape = layer.shape
+        heads = shape.heads / layer.tensor
+        groups = shape.kv_heads / layer.tensor
+        return shape.head_dim * (7 * heads + 3 * groups)
+
+    def flops_per_key(self, shape: ModelShape) -> int:
+        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
+        return 2 * shape.heads * (shape.qk_dim + shape.value_dim)
+
+    def cache_elements(self, shape: ModelShape) -> int:
+        """Count a key and a value of each key-value head."""
+        return 2 * shape.kv_heads * shape.head_dim
+
+    def cache_shards(self, shape: ModelShape, tensor: int) -> int:
+        """Return one shard per rank, up to one per key-value head: further ranks have copies."""
+        return min(tensor, shape.kv_heads)
+
+    def tensor_heads(self, shape: ModelShape) -> int:
+        """Return the key-value heads, which training does not replicate."""
+        return shape.kv_heads
+
+    def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
+        """Count queries, outputs, keys and values of a rank's heads."""
+        heads = shape.heads / tensor
+        groups = shape.kv_heads / tensor
+        # If the context size does not divide the key-value heads, they are repeated for every head.
+        if groups % context:
+            groups = heads
+        return (heads + groups) * (shape.qk_dim + shape.value_dim)
+
+    def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
+        """Count keys and values of a rank's key-value heads."""
+        return 2 * max(1, shape.kv_heads // tensor) * shape.head_dim
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the field of a gate on the output, if there is one."""
+        if not shape.output_gate:
+            return {}
+        return {"attention_output_gate": True}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse a gate on the output with more tensor-parallel ranks than key-value heads."""
+        if not shape.output_gate or layout.tensor <= shape.kv_heads:
+            return
+
+        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
+        yield UserError(
+            "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
+            where=f"{layout.path}.tensor",
+            expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+            got=str(layout.tensor),
+            fix=f"set {layout.path}.tensor to {shape.best_tensor(layout.tensor)} and use pipeline or "
+            "data parallelism for the other ranks",
+        )
+
+
+def _fused_elements(layer: LocalLayer) -> float:
+    """Count what attention of Transformer Engine saves for any recomputation, with flash attention."""
+    shape = layer.shape
+    heads = shape.heads / layer.tensor
+    if shape.sinks:
+        # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors, and
+        # its kernels take multiples of 8.
+        return heads * (4 * (shape.head_dim + 8) + shape.head_dim)
+
+    # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
+    groups = shape.kv_heads / layer.tensor
+    queries = 2 + shape.qk_norm
+    if shape.output_gate:
+        queries += 1
+    return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
+
+
+def _plain_elements(layer: LocalLayer) -> float:
+    """Count what this package's attention saves, whose core sees a key and a value for every query head."""
+    shape = layer.shape
+    heads = shape.heads / layer.tensor
+    groups = shape.kv_heads / layer.tensor
+    projection = shape.head_dim * (heads + 2 * groups)
+
+    # Counted per query head, since keys and values are repeated. The last term is one float32 number.
+    core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
+    if shape.sinks:
+        # One more dimension of queries, keys, values and output.
+        core += 4 * heads
+
+    norms = 0.0
+    if shape.qk_norm:
+        norms = layer.plain_norm((heads + groups) * shape.head_dim, output=False)
+    if shape.whole_qk_norm:
+        # Inputs and normalised values in float32.
+        norms = 2 * (heads + groups) * shape.head_dim * layer.float32_elements
+
+    # In float32, keys are saved as a view of the complete projection, and queries too if they are contiguous.
+    saves_views = shape.qk_norm and layer.dtype_bytes == 4
+    if saves_views:
+        viewed_heads = groups
+        if groups > 1:
+            viewed_heads += heads
+        norms += shape.head_dim * viewed_heads
+
+    # Selective recomputation saves the core's inputs: the norms' outputs, or the projections.
+    if layer.recompute == "selective":
+        core = shape.head_dim * (heads + groups)
+        if not saves_views:
+            core += projection
+    output = heads * shape.value_dim
+    return core + output + 4 * shape.head_dim + norms
+
+
+KIND = Attention

@@ -1,0 +1,221 @@
+"""The two halves of a decoder layer: a mixer such as attention, and a feed-forward such as an MLP.
+
+Everything that differs between kinds of layers is a method here. Counts of parameters, memory, weight sync,
+adapters and the planner sum over the blocks of a `ModelShape` and name no kind. What Megatron builds for a
+block is in `megatron_rl.megatron.blocks`, under the same name.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layer_weights import Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
+    from megatron_rl.shapes.model import ModelShape
+
+
+@dataclass(frozen=True)
+class LocalLayer:
+    """A layer on one rank, as far as the memory of its activations depends on it.
+
+    Counts of activations are elements per token of a micro-batch. An element has ``dtype_bytes`` bytes, so
+    float32 tensors count as `float32` elements each.
+    """
+
+    shape: ModelShape
+    """Sizes of the model."""
+    tensor: int
+    """Tensor-parallel size."""
+    expert_tensor: int
+    """Tensor-parallel size inside each routed expert."""
+    token_shards: int
+    """`ParallelLayout.token_shards`."""
+    dtype_bytes: int
+    """Bytes of an element of the model's dtype."""
+    fused: bool
+    """The layer is Transformer Engine's; otherwise Megatron's plain layer with this package's norm and
+    attention, in which nothing is fused but the core of attention."""
+    recompute: str = "none"
+    """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
+
+    @property
+    def float32_elements(self) -> float:
+        """Return the bytes of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
+        return 4 / self.dtype_bytes
+
+    def plain_norm(self, width: float, output: bool = True) -> float:
+        """Count the elements that a norm of a plain layer saves: float32 input, normalised values, output.
+
+        ``output`` is false if no later layer saves the output.
+        """
+        # Sandwich norms store their weight minus 1, and multiply by it in float32.
+        normalised = 1.0
+        if self.shape.pre_norms and self.shape.post_norms:
+            normalised = self.float32_elements
+        return width * (self.float32_elements + normalised + output)
+
+
+@dataclass(frozen=True)
+class Mixer(ABC):
+    """The half of a layer in which tokens depend on earlier tokens, such as attention.
+
+    Sizes are fields of the subclass, or fields of `ModelShape` for the mixers of this package.
+    """
+
+    name: ClassVar[str]
+    """Name in `MIXERS`, and of its module in Megatron."""
+    noun: ClassVar[str]
+    """Plural noun for errors."""
+    layer_types: ClassVar[tuple[str, ...]] = ()
+    """Values of ``layer_types`` in config.json that mean this mixer."""
+    size_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that a model with such layer types must have."""
+    first_projection: ClassVar[str] = "linear_qkv"
+    """Megatron's projection into which Transformer Engine fuses the norm before the mixer."""
+    config_class: ClassVar[str] = "TransformerConfig"
+    """Megatron's configuration class of a model with this mixer."""
+    takes_adapters: ClassVar[bool] = True
+    """Models with this mixer may have low-rank adapters."""
+
+    @abstractmethod
+    def weights(self, shape: ModelShape) -> Iterable[Weight]:
+        """Yield the parameters of a layer's mixer, without the norms before and after it."""
+
+    @abstractmethod
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that the mixer saves for the backward pass on one rank.
+
+        The output of the norm before it is counted as a part of the norm.
+        """
+
+    @abstractmethod
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token alive at once in a plain layer's forward pass without gradients.
+
+        The residual stream and the mixer's input are not counted.
+        """
+
+    def flops_per_key(self, shape: ModelShape) -> int:
+        """Return the forward FLOPs of one token per key that it attends to, without those of projections."""
+        return 0
+
+    def flops_per_token(self, shape: ModelShape) -> float:
+        """Return the forward FLOPs of one token for any number of keys, without those of projections."""
+        return 0.0
+
+    def cache_elements(self, shape: ModelShape) -> int:
+        """Count the elements of a layer's cache per token of a row."""
+        return 0
+
+    def cache_shards(self, shape: ModelShape, tensor: int) -> int:
+        """Return the number of shards into which ``tensor`` ranks of an engine divide the cache."""
+        return 1
+
+    def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
+        """Return the bytes of a layer's cache per row that do not grow with its length."""
+        return 0.0
+
+    def tensor_heads(self, shape: ModelShape) -> int:
+        """Return the number that a tensor-parallel size of a trained model must divide; 0 for no limit."""
+        return math.gcd(*self.further_heads(shape).values())
+
+    def further_heads(self, shape: ModelShape) -> dict[str, int]:
+        """Return heads besides the model's attention heads that tensor parallelism divides, by noun."""
+        return {}
+
+    def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
+        """Count the elements per token that context-parallel ranks exchange for complete rows and back."""
+        return 0.0
+
+    def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
+        """Count the elements per token that context-parallel ranks gather, if they do not exchange heads."""
+        return 0.0
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the fields of Megatron's TransformerConfig that follow from the mixer."""
+        return {}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Yield the errors of the mixer in the layout of a role, with Megatron's ``settings`` of the user."""
+        yield from ()
+
+    def adapter_refusal(self, target: str) -> str | None:
+        """Return why Megatron's linear layer ``target`` cannot have an adapter, or None if it can."""
+        return None
+
+
+@dataclass(frozen=True)
+class FeedForward(ABC):
+    """The half of a layer that processes each token independently, such as an MLP or a mixture of experts.
+
+    Sizes are fields of the subclass, or fields of `ModelShape` for the feed-forwards of this package.
+    """
+
+    name: ClassVar[str]
+    """Name in `FEED_FORWARDS`, and of its module in Megatron."""
+    routed: ClassVar[bool] = False
+    """A router selects among the ``experts`` of `ModelShape` for each token."""
+
+    @abstractmethod
+    def weights(self, shape: ModelShape) -> Iterable[Weight]:
+        """Yield the parameters of a layer's feed-forward; one entry represents all routed experts."""
+
+    @abstractmethod
+    def inner_width(self, shape: ModelShape) -> int:
+        """Return the number of inner elements that are computed for a token."""
+
+    @abstractmethod
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that the feed-forward saves for the backward pass on one rank.
+
+        The output of the norm before it is counted as a part of the norm. Routed tokens are assumed to spread
+        evenly over experts.
+        """
+
+    @abstractmethod
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token alive at once in a plain layer's forward pass without gradients.
+
+        The hidden states of `live_hidden_states` are not counted.
+        """
+
+    def live_hidden_states(self, shape: ModelShape) -> int:
+        """Return the number of a token's hidden states alive at once in that pass, besides inner elements."""
+        return 4
+
+    def temporary_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that exist besides the saved ones while the layer is computed."""
+        return 0.0
+
+    def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
+        """Return the widths that tensor parallelism divides, as (noun, width, size of `ParallelLayout`)."""
+        return []
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the fields of Megatron's TransformerConfig that follow from the feed-forward."""
+        return {}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Yield the errors of the feed-forward in the layout of a role, with Megatron's ``settings``."""
+        yield from ()
+
+
+class Block(NamedTuple):
+    """Structure of one layer. Layers with equal blocks have the same parameters.
+
+    Example: ``Block(Attention(), Experts())`` for a layer of Mixtral.
+    """
+
+    mixer: Mixer
+    feed_forward: FeedForward

@@ -1,0 +1,151 @@
+"""Mixtures of experts: a router, routed experts, and shared experts that compute every token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks.block import FeedForward, LocalLayer
+from megatron_rl.shapes.blocks.mlp import biases, matrices, mlp_elements
+from megatron_rl.shapes.layer_weights import Source, Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
+    from megatron_rl.shapes.model import ModelShape
+
+ROUTED_COPIES = 5
+"""Copies of routed tokens that exist at once in plain layers: before, in and after the experts."""
+
+
+@dataclass(frozen=True)
+class Experts(FeedForward):
+    """Mixture of experts with the sizes of `ModelShape`."""
+
+    name: ClassVar[str] = "experts"
+    routed: ClassVar[bool] = True
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Yield the router, the shared experts, and one entry for all routed experts."""
+        # Every rank routes its own tokens, so the router is replicated.
+        router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
+        yield Weight("mlp.router.weight", "whole", (router,))
+        if shape.router_bias:
+            bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
+            yield Weight("mlp.router.expert_bias", "whole", (bias,))
+        if shape.expert_bias:
+            projection_bias = Source("mlp.gate.bias", (shape.experts,))
+            yield Weight("mlp.router.bias", "whole", (projection_bias,))
+
+        # All shared experts of a layer are one MLP of their total width.
+        if shape.shared_width:
+            yield from matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
+        if shape.shared_gate:
+            gate = Source("mlp.shared_expert_gate.weight", (1, shape.hidden))
+            yield Weight("mlp.shared_experts.gate_weight", "whole", (gate,))
+
+        # Megatron's own layers have a module per expert, Transformer Engine's one module with numbered
+        # weights.
+        name = "mlp.experts.local_experts.{expert}."
+        source = "mlp.experts.{expert}."
+        fused = "mlp.experts.{linear}.weight{expert}"
+        yield from matrices(shape, name, source, shape.expert_width, fused, expert=True)
+        if shape.expert_bias:
+            fused = "mlp.experts.{linear}.bias{expert}"
+            yield from biases(shape, name, source, shape.expert_width, fused, expert=True)
+
+    def inner_width(self, shape: ModelShape) -> int:
+        """Return the widths of the selected and of the shared experts together."""
+        return shape.experts_per_token * shape.expert_width + shape.shared_width
+
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of shared and routed experts, of the routed tokens and of the router."""
+        shape = layer.shape
+        # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
+        experts = shape.experts_per_token / layer.token_shards
+        computed = mlp_elements(layer, shape.shared_width / layer.tensor) + _expert_elements(layer) * experts
+        tokens = experts * layer.expert_tensor * shape.hidden
+        return computed + (tokens + _router_elements(layer) / layer.token_shards)
+
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count the routed tokens: sorted, exchanged, sorted by expert, multiplied, and combined."""
+        shape = layer.shape
+        return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
+
+    def live_hidden_states(self, shape: ModelShape) -> int:
+        """Return the hidden states of any feed-forward, and one more for the output of the shared experts."""
+        return 4 + (shape.shared_width > 0)
+
+    def temporary_elements(self, layer: LocalLayer) -> float:
+        """Count copies of routed tokens besides the saved one; in fused layers, the gradients of two."""
+        shape = layer.shape
+        copies = ROUTED_COPIES - 1
+        if layer.fused:
+            copies = 2
+        return copies * shape.experts_per_token * shape.hidden / layer.token_shards
+
+    def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
+        """Return the widths of the shared experts together, and of one routed expert."""
+        return [
+            ("shared experts' width", shape.shared_width, "tensor"),
+            ("experts' width", shape.expert_width, "expert_tensor"),
+        ]
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return sizes and routing; balancing losses are off unless the user sets them."""
+        settings: dict[str, Any] = {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_width,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+
+        if shape.dense_layers:
+            # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of
+            # stacking them.
+            settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
+        if shape.shared_width:
+            settings["moe_shared_expert_intermediate_size"] = shape.shared_width
+            settings["moe_shared_expert_gate"] = shape.shared_gate
+        return settings
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse experts with biases that are sharded over tensor-parallel ranks."""
+        if not shape.expert_bias or layout.expert_tensor == 1:
+            return
+        yield UserError(
+            "Megatron does not shard experts with biases over tensor-parallel ranks",
+            where=f"{layout.path}.expert_tensor",
+            expected=f"1: the experts of {shape.name} have biases",
+            got=str(layout.expert_tensor),
+            fix=f"remove {layout.path}.expert_tensor, and use {layout.path}.expert for the other ranks",
+        )
+
+
+def _expert_elements(layer: LocalLayer) -> float:
+    """Count the saved elements of one routed expert, per token that is routed to it."""
+    width = layer.shape.expert_width
+    # With biases the activation is not fused, and saves its bounded input and its sigmoid, too.
+    if layer.shape.expert_bias:
+        return 8 * width
+    if layer.fused:
+        return mlp_elements(layer, width)
+    # The elements of an MLP, and its product times the router's weight.
+    return 6 * width
+
+
+def _router_elements(layer: LocalLayer) -> float:
+    """Count the elements of all experts' logits and probabilities, and the selected ones' in float32."""
+    shape = layer.shape
+    if layer.fused:
+        return 2.0 * shape.experts
+    selected = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
+    return shape.experts * (1 + 1 / layer.dtype_bytes) + selected
+
+
+KIND = Experts

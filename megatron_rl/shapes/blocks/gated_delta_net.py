@@ -1,0 +1,158 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464), as transformers' qwen3_next and qwen3_5 have them.
+
+A delta net has no keys and values per token. Each value head has a state of one matrix, key size by value
+size, for any length of the row, so its cache counts rows instead of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
+from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
+    from megatron_rl.shapes.model import ModelShape
+
+_STATE_BYTES = 4
+"""Bytes of an element of the state, which engines and kernels store in float32."""
+
+_CHUNK_TOKENS = 64
+"""Tokens of a chunk of the torch rule, which saves the state at each chunk's start."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(Mixer):
+    """Gated delta net with the ``linear_`` sizes of `ModelShape`."""
+
+    name: ClassVar[str] = "gated_delta_net"
+    noun: ClassVar[str] = "gated delta nets"
+    layer_types: ClassVar[tuple[str, ...]] = ("linear_attention",)
+    size_keys: ClassVar[tuple[str, ...]] = ("linear_num_value_heads",)
+    first_projection: ClassVar[str] = "in_proj"
+    takes_adapters: ClassVar[bool] = False
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Yield the input projections, the convolution, the decay, the norm and the output projection."""
+        keys = shape.linear_qk
+        values = shape.linear_v
+        numbers = shape.linear_v_heads
+
+        # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
+        projections = [
+            ("qkv", keys),
+            ("qkv", keys),
+            ("qkv", values),
+            ("z", values),
+            ("b", numbers),
+            ("a", numbers),
+        ]
+        if shape.linear_interleaved:
+            # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
+            fused_names = {"qkv": "qkvz", "z": "qkvz", "b": "ba", "a": "ba"}
+            projections = [(fused_names[name], rows) for name, rows in projections]
+        sources = [
+            Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections
+        ]
+        if shape.linear_interleaved:
+            # The rows of one key head, of all projections, are together.
+            heads = shape.linear_k_heads
+            pitches = {"qkvz": 2 * (keys + values) // heads, "ba": 2 * numbers // heads}
+            sources = [
+                replace(source, runs=heads, pitch=pitches[name])
+                for source, (name, _) in zip(sources, projections, strict=True)
+            ]
+        yield _weight("in_proj.weight", "sections", *sources)
+
+        # One filter per channel of queries, keys and values, sharded as the channels are.
+        convolved = [
+            Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows") for rows in (keys, keys, values)
+        ]
+        yield _weight("conv1d.weight", "sections", *convolved)
+        yield _weight("dt_bias", "rows", Source("dt_bias", (numbers,), "rows"))
+        yield _weight("A_log", "rows", Source("A_log", (numbers,), "rows"))
+        yield _weight("out_norm.weight", "whole", Source("norm.weight", (shape.linear_v_head_dim,)))
+        output = Source("out_proj.weight", (shape.hidden, values), "columns")
+        yield _weight("out_proj.weight", "columns", output)
+
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of projections, convolution, repeated heads and outputs.
+
+        Selective recomputation has no effect: a delta net has no core of attention. In fused layers the
+        kernels of flash-linear-attention compute the states of chunks again in the backward pass.
+        """
+        shape = layer.shape
+        # Queries, keys, values, output gate, and per head the decay and the step size.
+        projections = 2 * shape.linear_qk + 2 * shape.linear_v + 2 * shape.linear_v_heads
+        convolution = 2 * shape.linear_qk + shape.linear_v
+        # Queries and keys are repeated for the value heads that share them.
+        repeated = 2 * shape.linear_v_heads * shape.linear_k_head_dim * layer.float32_elements
+        # The rule's output, and the same normalised and gated: the output projection's input.
+        outputs = 2 * shape.linear_v
+
+        elements = projections + convolution + repeated + outputs
+        if not layer.fused:
+            elements += _matrix_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
+        return elements / layer.tensor
+
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of a plain layer that are saved: all of them are alive at once."""
+        return self.saved_elements(replace(layer, fused=False))
+
+    def flops_per_token(self, shape: ModelShape) -> float:
+        """Return the FLOPs of three products with the state: read, update, and read again."""
+        return 6.0 * shape.linear_qk * shape.linear_v_head_dim
+
+    def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
+        """Return the bytes of the matrices in float32, and of the convolution's last inputs."""
+        matrices = _matrix_elements(shape) * _STATE_BYTES
+        conv_inputs = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
+        return matrices + conv_inputs
+
+    def further_heads(self, shape: ModelShape) -> dict[str, int]:
+        """Return the key heads."""
+        return {"key heads of gated delta nets": shape.linear_k_heads}
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the sizes, and the layers that are delta nets."""
+        # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
+        return {
+            "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
+            "linear_conv_kernel_dim": shape.linear_conv,
+            "linear_key_head_dim": shape.linear_qk // shape.linear_k_heads,
+            "linear_value_head_dim": shape.linear_v_head_dim,
+            "linear_num_key_heads": shape.linear_k_heads,
+            "linear_num_value_heads": shape.linear_v_heads,
+        }
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse context parallelism, which divides rows."""
+        if layout.context == 1:
+            return
+        yield UserError(
+            f"context parallelism is not supported for {self.noun}",
+            where=f"{layout.path}.context",
+            expected=f"1: {shape.name} has {shape.mixers[self]} {self.noun}",
+            got=str(layout.context),
+            fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
+        )
+
+
+def _weight(name: str, cut: Cut, *sources: Source) -> Weight:
+    """Return a parameter of the module; the sources are named below ``linear_attn``."""
+    renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
+    return Weight(f"self_attention.{name}", cut, renamed)
+
+
+def _matrix_elements(shape: ModelShape) -> int:
+    """Count the elements of the state matrices of one layer: value heads x key size x value size."""
+    return shape.linear_v_heads * shape.linear_k_head_dim * shape.linear_v_head_dim
+
+
+KIND = GatedDeltaNet

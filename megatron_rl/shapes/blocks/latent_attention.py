@@ -1,0 +1,148 @@
+"""Multi-head latent attention: one latent for all keys and values (DeepSeek-V2, arXiv 2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
+from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.layout import ParallelLayout
+    from megatron_rl.shapes.model import ModelShape
+
+
+@dataclass(frozen=True)
+class LatentAttention(Mixer):
+    """Latent attention with the sizes of `ModelShape`."""
+
+    name: ClassVar[str] = "latent_attention"
+    noun: ClassVar[str] = "layers of latent attention"
+    config_class: ClassVar[str] = "MLATransformerConfig"
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Yield the projections down to latents and up to heads, their norms, and the output projection."""
+        query_rows = shape.heads * shape.qk_dim
+        latent = shape.kv_lora
+
+        # Queries: one projection, or down to a latent and up again.
+        if not shape.q_lora:
+            yield _weight("linear_q_proj", "rows", Source("q_proj", (query_rows, shape.hidden), "rows"))
+        else:
+            yield _weight("linear_q_down_proj", "latent", Source("q_a_proj", (shape.q_lora, shape.hidden)))
+            yield _weight(
+                "q_layernorm",
+                "whole",
+                Source("q_a_layernorm", (shape.q_lora,)),
+                "linear_q_up_proj.layer_norm_weight",
+            )
+            yield _weight("linear_q_up_proj", "rows", Source("q_b_proj", (query_rows, shape.q_lora), "rows"))
+
+        # Keys and values: down to one latent and the rotary part, then up to all heads.
+        down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
+        yield _weight("linear_kv_down_proj", "latent", down)
+        yield _weight(
+            "kv_layernorm",
+            "whole",
+            Source("kv_a_layernorm", (latent,)),
+            "linear_kv_up_proj.layer_norm_weight",
+        )
+        up_rows = shape.heads * (shape.qk_nope + shape.v_head_dim)
+        yield _weight("linear_kv_up_proj", "rows", Source("kv_b_proj", (up_rows, latent), "rows"))
+
+        output = Source("o_proj", (shape.hidden, shape.heads * shape.v_head_dim), "columns")
+        yield _weight("linear_proj", "columns", output)
+
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of queries, keys, values, latents and the output."""
+        shape = layer.shape
+        heads = shape.heads / layer.tensor
+        if layer.fused:
+            core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
+            return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
+
+        # Queries, keys, values and output, and one float32 number; or only the inputs.
+        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
+        if layer.recompute == "selective":
+            core = heads * (2 * shape.qk_dim + shape.v_head_dim)
+        output = heads * shape.value_dim
+        latent_norms = layer.plain_norm(shape.q_lora + shape.kv_lora) / layer.token_shards
+        return core + output + 4 * shape.qk_rope + latent_norms
+
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count queries, keys and values, and copies of them with the tokens of a row together."""
+        shape = layer.shape
+        return shape.heads / layer.tensor * (4 * shape.qk_dim + 3 * shape.v_head_dim)
+
+    def flops_per_key(self, shape: ModelShape) -> int:
+        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
+        return 2 * shape.heads * (shape.qk_dim + shape.value_dim)
+
+    def cache_elements(self, shape: ModelShape) -> int:
+        """Count the latent and the rotary key that all heads share."""
+        return shape.kv_lora + shape.qk_rope
+
+    def tensor_heads(self, shape: ModelShape) -> int:
+        """Return the attention heads: the latent has none."""
+        return shape.heads
+
+    def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
+        """Count queries, outputs, keys and values: every head has separate ones."""
+        return 2 * shape.heads / tensor * (shape.qk_dim + shape.value_dim)
+
+    def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
+        """Count the latent and the rotary key."""
+        return shape.kv_lora + shape.qk_rope
+
+    def settings(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the sizes; every query head has a separate key and value once the latent is expanded."""
+        return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
+
+    def problems(
+        self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
+    ) -> Iterator[UserError]:
+        """Refuse Megatron's fused rotary embedding."""
+        if not settings.get("apply_rope_fusion"):
+            return
+
+        key = f"{layout.path.rpartition('.')[0]}.megatron.apply_rope_fusion"
+        yield UserError(
+            "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
+            where=key,
+            expected="no value for a model with latent attention, whose tokens bring their own angles",
+            got="true",
+            fix=f"remove {key}",
+        )
+
+    def adapter_refusal(self, target: str) -> str | None:
+        """Refuse the projection of queries, keys and values, which latent attention does not have."""
+        if target == "linear_qkv":
+            return "latent attention has no such layer: it projects through latents"
+        return None
+
+
+def latent_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the sizes of latent attention under the names of Megatron's settings and arguments."""
+    return {
+        "q_lora_rank": shape.q_lora or None,
+        "kv_lora_rank": shape.kv_lora,
+        "qk_head_dim": shape.qk_nope,
+        "qk_pos_emb_head_dim": shape.qk_rope,
+        "v_head_dim": shape.v_head_dim,
+    }
+
+
+def _weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
+    """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
+    prefix = "self_attention."
+    fused_name = ""
+    if fused:
+        fused_name = prefix + fused
+    named_source = replace(source, name=f"self_attn.{source.name}.weight")
+    return Weight(f"{prefix}{name}.weight", cut, (named_source,), fused_name)
+
+
+KIND = LatentAttention

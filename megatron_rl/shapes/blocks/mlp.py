@@ -1,0 +1,101 @@
+"""Dense MLPs, of three matrices with a gate or of two without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megatron_rl.shapes.blocks.block import FeedForward, LocalLayer
+from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+
+if TYPE_CHECKING:
+    from megatron_rl.shapes.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Mlp(FeedForward):
+    """MLP of ``mlp_width`` inner elements."""
+
+    name: ClassVar[str] = "mlp"
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Yield the matrices and their biases."""
+        yield from matrices(shape, "mlp.", "mlp.", shape.mlp_width)
+        if shape.mlp_bias:
+            yield from biases(shape, "mlp.", "mlp.", shape.mlp_width)
+
+    def inner_width(self, shape: ModelShape) -> int:
+        """Return the width of the MLP."""
+        return shape.mlp_width
+
+    def saved_elements(self, layer: LocalLayer) -> float:
+        """Count the elements of a rank's shard of the width."""
+        return mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
+
+    def live_elements(self, layer: LocalLayer) -> float:
+        """Count gate and up, the activation, up plus its offset, and their product."""
+        return 5 * layer.shape.mlp_width / layer.tensor
+
+    def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
+        """Return the width of the MLP, which the tensor-parallel size divides."""
+        return [("MLP width", shape.mlp_width, "tensor")]
+
+
+def mlp_elements(layer: LocalLayer, width: float) -> float:
+    """Count the elements per token that an MLP of ``width`` inner elements saves for the backward pass."""
+    if not layer.fused:
+        # Gate and up together, the activation, up once more, and their product.
+        return 5 * width
+    if not layer.shape.gated:
+        # The activation's input and output.
+        return 2 * width
+    # Gate, up and their product.
+    return 3 * width
+
+
+def matrices(
+    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
+) -> Iterator[Weight]:
+    """Yield the two Megatron parameters of an MLP; the first of a gated one has gate and up.
+
+    ``width`` are the inner elements. ``name`` and ``source`` are the prefixes of Megatron's and of the
+    checkpoint's names, ``fused`` is Transformer Engine's name with ``{linear}`` for the layer.
+    """
+    # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
+    projections, inner_cut = _inner_projections(shape)
+    inner = tuple(
+        Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections
+    )
+    outer = (Source(f"{source}down_proj.weight", (shape.hidden, width), "columns"),)
+
+    # Fill in ``{linear}`` only: ``{expert}`` is filled in later, once per expert.
+    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
+    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
+    yield Weight(f"{name}linear_fc2.weight", "columns", outer, fused_outer, expert)
+
+
+def biases(
+    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
+) -> Iterator[Weight]:
+    """Yield the biases of `matrices`, with the same arguments."""
+    projections, inner_cut = _inner_projections(shape)
+    inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
+    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
+    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
+
+    # Added after the sum over tensor-parallel ranks, so every rank has all of it.
+    outer = (Source(f"{source}down_proj.bias", (shape.hidden,)),)
+    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name}linear_fc2.bias", "whole", outer, fused_outer, expert)
+
+
+def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
+    """Return the checkpoint's projections in Megatron's linear_fc1, and how Megatron shards them."""
+    if shape.gated:
+        return ("gate_proj", "up_proj"), "sections"
+    return ("up_proj",), "rows"
+
+
+KIND = Mlp

@@ -1,0 +1,148 @@
+"""Record of the starts of a run: time, command, revision, versions and hardware of each of its jobs.
+
+The one idea: each job adds an entry to ``starts.json`` of the run folder. From it a report shows the command,
+the machine and the versions of a run, and a comparison shows the settings that its user has set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.run_folder import RunFolder, set_aside
+from megatron_rl.durable import write_text
+from megatron_rl.redaction import HIDDEN, is_secret
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Folder of this package, which has a revision if it is a checkout."""
+_GIT_SECONDS = 10.0
+"""Time limit of git, which reads every changed file."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Example: ``Start("2026-08-01T10:00:00+00:00", "torchrun --nproc-per-node 4 -m megatron_rl train run.yaml",
+    explicit=("model.path", "steps"))``.
+    """
+
+    time: str
+    """Time in ISO format, with the offset to UTC."""
+    command: str
+    """Command line, with hidden secrets."""
+    revision: str | None = None
+    """Git revision of this package, ``-dirty`` with changes; None if it is not a checkout."""
+    working_revision: str | None = None
+    """Git revision of the checkout in which the command was called, or None outside of a checkout."""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Versions of Python and of the distributions on which numbers depend."""
+    hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Host, processor, cores, device and ranks."""
+    explicit: tuple[str, ...] = ()
+    """Keys that the configuration file or the command line has set."""
+
+    @property
+    def moment(self) -> datetime | None:
+        """Return the time, or None if it is not valid."""
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(self.time)
+        return None
+
+
+def current_start(
+    versions: Mapping[str, str],
+    hardware: Mapping[str, Any],
+    explicit: Sequence[str],
+) -> Start:
+    """Return the start of this process."""
+    return Start(
+        time=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command_text(sys.argv, os.environ),
+        revision=revision(PACKAGE),
+        working_revision=revision(Path.cwd()),
+        versions=versions,
+        hardware=hardware,
+        explicit=tuple(explicit),
+    )
+
+
+def write_start(folder: RunFolder, start: Start, *, resumed: bool) -> None:
+    """Append a start to the record of a run folder; a run that begins anew gets a new record."""
+    if not resumed:
+        set_aside(folder.starts)
+    starts = [*read_starts(folder), start]
+    write_text(folder.starts, json.dumps([asdict(item) for item in starts], indent=1, default=str) + "\n")
+
+
+def read_starts(folder: RunFolder) -> list[Start]:
+    """Return the starts of a run, oldest first; empty if the record is missing or damaged."""
+    # The record only informs: a damaged one must stop neither a run nor its report.
+    starts: list[Start] = []
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        for values in json.loads(folder.starts.read_text(encoding="utf-8")):
+            starts.append(Start(**values | {"explicit": tuple(values["explicit"])}))
+    return starts
+
+
+def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return a command line that starts the same job on this machine, without the values of secrets.
+
+    Example:
+        >>> command_text(["/x/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
+        'python -m megatron_rl train a.yaml reward.arguments.api_key=(hidden)'
+        >>> command_text(["train.py", "--api-key", "k", "a.yaml"], {})
+        'python train.py --api-key (hidden) a.yaml'
+    """
+    program = Path(arguments[0])
+    if program.name == "__main__.py":
+        target = ["-m", program.parent.name]
+    else:
+        target = [str(program)]
+
+    # torchrun passes its own arguments on in environment variables.
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in environment:
+        ranks = environment.get("LOCAL_WORLD_SIZE", "1")
+        launcher = ["torchrun", "--nproc-per-node", ranks]
+        nodes = environment.get("GROUP_WORLD_SIZE", "1")
+        if nodes != "1":
+            launcher += ["--nnodes", nodes]
+
+    words: list[str] = []
+    hides_next = False
+    for argument in arguments[1:]:
+        # A script's own option can have its secret in the next argument: `--api-key k`.
+        words.append(HIDDEN if hides_next and not argument.startswith("-") else _quoted(argument))
+        hides_next = argument.startswith("-") and "=" not in argument and is_secret(argument)
+    return " ".join([*launcher, *map(shlex.quote, target), *words])
+
+
+def _quoted(argument: str) -> str:
+    """Return an argument as a shell reads it, with the value hidden of an override that sets secrets."""
+    key, separator, value = argument.partition("=")
+    # A value can be a mapping with secrets in it: `reward.arguments={api_key: k}`.
+    names = [*key.split("."), *re.findall(r"[\w-]+(?=\W*:)", value)]
+    if separator and value and any(map(is_secret, names)):
+        return f"{shlex.quote(key)}={HIDDEN}"
+    return shlex.quote(argument)
+
+
+def revision(folder: Path) -> str | None:
+    """Return the git revision of a folder's checkout, ``-dirty`` with changes; None outside of a checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
