@@ -325,8 +325,8 @@ LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone", "megatron-dp4", "buffers-d
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("wrong-model", ["of another model", "model_type = llama", "model_type = qwen2", "step_3", "fix:"]),
-        ("wrong-size", ["of another model", "mlp_width = 64", "mlp_width = 48", "fix:"]),
+        ("wrong-model", ["for another model", "model_type = llama", "model_type = qwen2", "step_3", "fix:"]),
+        ("wrong-size", ["for another model", "mlp_width = 64", "mlp_width = 48", "fix:"]),
         ("wrong-optimizer", ["another optimizer", "distributed", "replicated", "fix:"]),
         ("wrong-rank", ["other adapters", "rank 8, alpha 8 on", "rank 4, alpha 4 on", "fix:"]),
     ],

@@ -156,7 +156,7 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     assert judged["whole"] == judged["ended"] == judged["damaged"]
     samples = pandas.read_parquet(tmp_path / "whole/run/rollouts/step_1.parquet")
     assert samples["component/preference"].mean() == pytest.approx(judged["whole"])
-    named = "reward.models.preference.training: its model is damaged: model.safetensors has other content"
+    named = "reward.models.preference.training: its model is damaged: model.safetensors has different content"
     assert named in anew["damaged"] and "damaged" not in anew["ended"].replace(str(tmp_path), "")
     assert (tmp_path / "damaged/run/reward_models/preference.1").is_dir()
 
@@ -164,7 +164,7 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     flip(tmp_path / "ended/run/stages/sft/hf/model.safetensors")
     refused = fork("megatron_rl", 1, "train", ended, "steps=2", module=True, check=False)
     assert refused.returncode and "the model folder is damaged" in refused.output
-    assert "sft: " in refused.output and "model.safetensors has other content" in refused.output
+    assert "sft: " in refused.output and "model.safetensors has different content" in refused.output
 
 
 def flip(file: Path) -> None:
