@@ -252,7 +252,7 @@ class SequenceGroup:
         return max(sequence.finished_in for sequence in self.sequences)
 
     @property
-    def sampled_tokens(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Return the number of tokens that the policy sampled in all sequences."""
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 

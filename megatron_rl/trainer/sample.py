@@ -220,7 +220,7 @@ class RolloutSource:
         # Restart groups without tokens, so that newer weights sample all of their tokens.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
-        tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
+        tokens = float(sum(group.num_sampled_tokens for group in self.buffer.started))
         if self.config.rollout.partial:
             return Metrics.of({
                 "rollout/carried": groups,
