@@ -71,10 +71,13 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
     files.sort()
 
     # Each file has `MIN_SAMPLES_OF_A_STEP` at least: of more files than the page has room for, take every
-    # stride-th of a kind, and the last.
+    # stride-th of a kind. Select backwards, so that the last one of each kind is always included.
     stride = max(1, -(-len(files) * MIN_SAMPLES_OF_A_STEP // SAMPLES))
-    kinds = dict.fromkeys(kind for kind, _, _ in files)
-    files = [file for kind in kinds for file in [f for f in files if f[0] == kind][::-stride][::-1]]
+    selected: list[tuple[str, int, Path]] = []
+    for kind in dict.fromkeys(kind for kind, _, _ in files):
+        files_of_kind = [file for file in files if file[0] == kind]
+        selected += files_of_kind[::-stride][::-1]
+    files = selected
 
     # The more files, the fewer samples of each, and the shorter their texts.
     limit = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
@@ -106,10 +109,9 @@ def read_samples(
 
     require_file(path)
     table = pyarrow.parquet.read_table(path)
-    # A row that was not trained on can have a reward, such as one without log-probs of a teacher's server.
     rewards = [
-        None if is_valid is False else reward
-        for reward, is_valid in zip(_numbers(table, "reward"), _column(table, "valid"), strict=True)
+        _trained_reward(reward, is_valid)
+        for reward, is_valid in zip(_column(table, "reward"), _column(table, "valid"), strict=True)
     ]
     lengths = _numbers(table, "length")
     groups = _column(table, "group")
@@ -192,6 +194,17 @@ def _numbers(table: Table, name: str) -> list[float | None]:
     return [_finite(value) for value in _column(table, name)]
 
 
+def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None:
+    """Return the finite reward of a row, or None if the row was not trained on.
+
+    Such a row can have a reward: for example one without log-probs of a teacher's server. ``is_valid`` is
+    None in files without the column.
+    """
+    if is_valid is False:
+        return None
+    return _finite(reward)
+
+
 def _finite(value: float | None) -> float | None:
     """Return a number with six decimals, or None for NaN and infinity, which JSON does not have."""
     if value is None or not math.isfinite(value):
@@ -225,7 +238,7 @@ def _sample(
         "prompt": _cut(row.get("prompt"), characters),
         "response": _cut(row.get("response"), characters),
         "truth": _cut_optional(row.get("ground_truth"), characters),
-        "reward": None if row.get("valid") is False else _finite(row.get("reward")),
+        "reward": _trained_reward(row.get("reward"), row.get("valid")),
         "components": components,
         "advantage": _finite(row.get("advantage")),
         "length": row.get("length"),
