@@ -18,7 +18,6 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
-from megatron_rl.cli.formulas import FORMULAS
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -323,7 +322,7 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
 
 def test_every_equation_of_an_algorithm_is_a_formula() -> None:
     page = reference.algorithms_page()
-    assert [plain for plain, tex in FORMULAS.items() if f"$`{tex}`$" not in page] == []
+    assert [plain for plain, tex in reference.FORMULAS.items() if f"$`{tex}`$" not in page] == []
     # Code outside of examples that is no formula: conditions on settings.
     text = re.sub(r"(?m)^    .*$|\$`[^`]+`\$", "", page)
     code = {" ".join(match.split()) for match in re.findall(r"`([^`]+)`", text)}

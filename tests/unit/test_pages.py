@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.formulas import FORMULAS
+from megatron_rl.cli.reference import FORMULAS
 from tests import browser
 
 ROOT = Path(__file__).resolve().parents[2]
