@@ -46,7 +46,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.served_teacher import NO_LOG_PROBS, VALID, TeacherResults
-from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
     combine_rounds,
@@ -54,7 +53,7 @@ from megatron_rl.trainer.rewards import (
     prompts_to_add,
     record_groups,
 )
-from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.sample import RolloutSource, refill
 from megatron_rl.types import (
     Rollouts,
     Scores,
