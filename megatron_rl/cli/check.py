@@ -21,7 +21,7 @@ from megatron_rl.config.schema import JOBS
 from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import current_launch, process_rank
-from megatron_rl.planning.predict.checked import predict_checked
+from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 from megatron_rl.shapes.hardware import load_constants
 

@@ -38,7 +38,7 @@ from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
-from megatron_rl.planning.predict.checked import predict_checked
+from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape

@@ -22,7 +22,6 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch
-from megatron_rl.planning.predict.checked import ASSUMED_GPU
 from megatron_rl.planning.predict.learn import network_bytes
 from megatron_rl.planning.predict.placement import (
     ONE_STEP_OFF,
@@ -34,7 +33,15 @@ from megatron_rl.planning.predict.placement import (
     search_simple,
 )
 from megatron_rl.planning.predict.plan_file import Paths, planned_settings
-from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, run_batch, train_choice
+from megatron_rl.planning.predict.step import (
+    ASSUMED_GPU,
+    PHASES,
+    RunStats,
+    RunStep,
+    predict_run,
+    run_batch,
+    train_choice,
+)
 from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_text

@@ -14,11 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
+from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import role_layouts, shared_weights, with_ranks
 from megatron_rl.config.roles import ACTOR, explicit_model_paths, role_of, role_sections, section_of, spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
+from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
 from megatron_rl.planning.predict.learn import (
@@ -28,7 +30,7 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.shapes.hardware import Constants, Machine
+from megatron_rl.shapes.hardware import Constants, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout, end_settings
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice
@@ -38,6 +40,8 @@ from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3
 """Assumed ratio of mean response length to the limit, without measured lengths."""
+ASSUMED_GPU = "h100"
+"""GPU for predictions if the configuration names no GPU."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,25 @@ class RunStep:
         return utilization
 
 
+@dataclass(frozen=True)
+class CheckedStep:
+    """Prediction of one step of a checked configuration.
+
+    Example: ``CheckedStep("H100-80GB", assumed=False, step=step)``, or ``CheckedStep(reason="no shape")``.
+    """
+
+    gpu: str | None = None
+    """Name of the GPU in constants.json, or None if there is no prediction."""
+    assumed: bool = False
+    """Whether the GPU is `ASSUMED_GPU` because the configuration names none."""
+    response_tokens: float = 0.0
+    """Mean tokens of a response that the prediction assumes."""
+    step: RunStep | None = None
+    """Seconds and FLOPs of the step, or None if there is no prediction."""
+    reason: str = ""
+    """Reason why there is no prediction, or an empty string."""
+
+
 def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
     """Return the number and the lengths of the rows in a step of a configuration.
 
@@ -415,3 +438,36 @@ def predict_run(
         world=world,
         peak_flops=cluster.gpu.bf16_flops,
     )
+
+
+def predict_checked(report: CheckReport) -> CheckedStep:
+    """Predict a step of a checked configuration on its GPU, or on `ASSUMED_GPU` if it names none."""
+    config = report.config
+    if report.errors or report.layouts is None:
+        return CheckedStep(reason="the configuration has errors")
+    if report.batch is None:
+        return CheckedStep(reason="the job has no steps of reinforcement learning")
+    if report.shape is None:
+        return CheckedStep(reason="the model's config.json is not on this machine")
+    if not config.rollout.capabilities.in_process:
+        return CheckedStep(reason="generation takes as long as the servers need")
+    # The constants are rates in half precision; float32 is only used on hosts.
+    if config.model.dtype == "float32":
+        return CheckedStep(reason="constants are for bfloat16 on GPUs, and model.dtype is float32")
+
+    constants = load_constants()
+    try:
+        gpu = constants.gpu(config.gpu or ASSUMED_GPU)
+    except UserError:
+        return CheckedStep(reason=f"the planner has no constants of {config.gpu}")
+
+    # A check for other machines accepts code that cannot be imported on this machine.
+    try:
+        algorithm_of(config)
+    except UserError:
+        return CheckedStep(reason="a piece of the algorithm cannot be imported here")
+
+    shapes = {role: report.shapes.get(role, report.shape) for role in report.layouts}
+    step = predict_run(config, constants, gpu.name, shapes)
+    rows = report.batch.prompts * report.batch.samples
+    return CheckedStep(gpu.name, config.gpu is None, step.response_tokens / rows, step)
