@@ -33,11 +33,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_rl.contained.code_copy import active_copies
 from megatron_rl.contained.confinement import enter, isolate, supervise
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
-from megatron_rl.user_code import load_module, use_copies
+from megatron_rl.user_code import active_copies, execute_copies, load_module
 
 HEADER = struct.Struct("<Q")
 """Length of a frame in bytes, which precedes the frame."""
@@ -409,7 +408,7 @@ def set_module_sources(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
     """Make this process import modules like the trainer: by its search path, from the run's copies."""
     search_path, copies = modules
     sys.path[:] = search_path
-    use_copies(copies)
+    execute_copies(copies)
 
 
 def load_callable(spec: str) -> Any:

@@ -30,12 +30,6 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import accelerated_job, role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.contained.code_copy import (
-    read_code,
-    read_copy,
-    use_copies_of,
-    write_copy,
-)
 from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.distributed import device, watch
@@ -52,6 +46,12 @@ from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
 from megatron_rl.trainer.starts import Start, current_start, write_start
 from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.user_code import (
+    activate_copies,
+    read_code,
+    read_copy,
+    write_copy,
+)
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -513,7 +513,7 @@ def copy_code(job: Job) -> None:
     Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
     """
     files = _code_files(job) if job.main else None
-    use_copies_of(gather_objects(files)[0])
+    activate_copies(gather_objects(files)[0])
 
 
 def code_of(config: RunConfig) -> Iterator[str]:
