@@ -42,9 +42,8 @@ from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.error_forms import out_of_range, requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
-from megatron_rl.rewards.calls import loading_errors
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
-from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, parameter_hints
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
 from megatron_rl.user_code import find_module, missing_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)

@@ -27,7 +27,7 @@ from megatron_rl.contained.process import (
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
 from megatron_rl.errors import UserError, UserErrors, single_errors
-from megatron_rl.rewards import calls
+from megatron_rl.rewards import worker as worker_process
 from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, read_answer
 
 GRACE_SECONDS = 2.0
@@ -403,14 +403,14 @@ class EnvironmentPool:
         """
         start_time = time.monotonic()
         # None stands for no wait after the last attempt.
-        for wait_seconds in (*calls.RESTART_DELAYS, None):
+        for wait_seconds in (*worker_process.RESTART_DELAYS, None):
             try:
                 self._start_process()
                 return
             except UserError as error:
                 self._start_failure = "; ".join(str(detail.got) for detail in single_errors(error))
 
-            is_late = time.monotonic() - start_time > calls.RESTART_SECONDS
+            is_late = time.monotonic() - start_time > worker_process.RESTART_SECONDS
             if wait_seconds is None or is_late:
                 return
             time.sleep(wait_seconds)

@@ -24,9 +24,8 @@ from megatron_rl.contained.process import kill_all
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.rewards import calls
-from megatron_rl.rewards.calls import Call, Worker
-from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer
+from megatron_rl.rewards import worker as worker_process
+from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Call, Worker
 from megatron_rl.user_code import require_file
 
 LIMIT = "limit"
@@ -313,7 +312,7 @@ class FunctionReward:
         out of memory.
         """
         start_time = time.monotonic()
-        for delay in (*calls.RESTART_DELAYS, None):
+        for delay in (*worker_process.RESTART_DELAYS, None):
             worker = self._new_worker()
             self._workers.append(worker)  # before the wait, so that `close` from another thread ends it, too
             try:
@@ -325,7 +324,7 @@ class FunctionReward:
             else:
                 return worker
 
-            if delay is None or time.monotonic() - start_time > calls.RESTART_SECONDS:
+            if delay is None or time.monotonic() - start_time > worker_process.RESTART_SECONDS:
                 break
             time.sleep(delay)
         return None
