@@ -12,7 +12,7 @@ from megatron_rl.distributed.exchange import (
     broadcast_object,
     store_increment,
 )
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.rollout.collate import (
     NewTokens,
     RoutingShape,

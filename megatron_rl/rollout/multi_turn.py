@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.environment import Opening
-from megatron_rl.environments.host_pool import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
+from megatron_rl.environments.host import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser

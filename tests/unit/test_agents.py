@@ -25,7 +25,7 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
 from megatron_rl.environments.environment import Episode, Message
-from megatron_rl.environments.host_pool import EnvironmentPool, environment_errors
+from megatron_rl.environments.host import EnvironmentPool, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts

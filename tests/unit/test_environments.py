@@ -12,7 +12,7 @@ from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
-from megatron_rl.environments.host_pool import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
+from megatron_rl.environments.host import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import worker
 

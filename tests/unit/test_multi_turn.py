@@ -17,7 +17,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts

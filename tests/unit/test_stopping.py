@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.data.tokenizing import sampling_by_task
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler
