@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 
 if TYPE_CHECKING:
     from torch import Tensor

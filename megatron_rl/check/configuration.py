@@ -84,8 +84,7 @@ from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
 from megatron_rl.config.token_budget import estimated_tokens
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, out_of_range
 from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape

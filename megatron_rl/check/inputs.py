@@ -67,8 +67,7 @@ from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
 from megatron_rl.environments.host import environment_errors
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.error_forms import not_installed, unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, not_installed, unknown_choice
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),

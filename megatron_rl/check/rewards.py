@@ -39,8 +39,7 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.error_forms import out_of_range, requires, unknown_choice
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range, requires, unknown_choice
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints

@@ -22,8 +22,7 @@ from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import RolloutConfig, limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.error_forms import exclusive, requires
-from megatron_rl.errors import UserError, nearest, single_errors
+from megatron_rl.errors import UserError, exclusive, nearest, requires, single_errors
 
 _CHANGES_DISTRIBUTION = (
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "banned_tokens", "min_response_tokens",

@@ -55,7 +55,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.error_forms import unreadable_file
+from megatron_rl.errors import unreadable_file
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import pretrained

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, names_in
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"

@@ -18,8 +18,7 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors, unknown_choice
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json

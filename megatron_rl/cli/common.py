@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.check.configuration import CheckReport, check_file
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.error_forms import requires
+from megatron_rl.errors import requires
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,

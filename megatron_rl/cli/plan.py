@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.configured import (

@@ -16,8 +16,7 @@ from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.error_forms import does_not_divide
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, does_not_divide
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import (
     Summary,

@@ -16,8 +16,7 @@ from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
 from megatron_rl.durable import DOOMED, REPLACED, remove, unreplaced_folders
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 # Written last, so that a directory with it is a complete checkpoint.

@@ -26,8 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range
 
 S = TypeVar("S")
 

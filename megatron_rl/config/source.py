@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.setting import key_path
-from megatron_rl.error_forms import missing_file, unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, missing_file, unreadable_file
 
 # Key with which a configuration file names its base. It is not a key of a run: merging removes it.
 BASE_KEY = "base"

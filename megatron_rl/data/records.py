@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, join_names, neighbours
+from megatron_rl.errors import UserError, join_names, neighbours, unreadable_file
 
 DataPath = str | Path | Sequence[str]
 """Value of a setting that names a data set: a path, a pattern, or a list of both."""

@@ -46,8 +46,7 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     renderer_of,
 )
-from megatron_rl.error_forms import missing_file
-from megatron_rl.errors import UserError, UserErrors, first_line
+from megatron_rl.errors import UserError, UserErrors, first_line, missing_file
 from megatron_rl.progress import count_progress
 from megatron_rl.types import BANNED, SamplingParameters
 

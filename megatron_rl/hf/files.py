@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_file
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.hf.quantized import dequantize, dequantize_blocks
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE

@@ -24,8 +24,7 @@ from megatron_rl.distributed.exchange import (
     rank_in,
     sum_over_ranks,
 )
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unknown_choice
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy

@@ -16,8 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, first_line
+from megatron_rl.errors import UserError, first_line, out_of_range
 from megatron_rl.megatron.model_spec import model_spec, pretrained
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds

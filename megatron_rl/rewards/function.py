@@ -21,8 +21,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import exceeded_limit
 from megatron_rl.contained.process import kill_all
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import worker as worker_process
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Call, Worker

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.error_forms import missing_file, unknown_choice, unreadable_file
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, missing_file, nearest, unknown_choice, unreadable_file
 from megatron_rl.shapes.pretrained import read_json_object
 
 GB = 1e9

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, nearest, raise_errors
+from megatron_rl.errors import UserError, nearest, raise_errors, unreadable_file
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.fused_experts import stored_shapes

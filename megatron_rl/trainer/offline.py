@@ -28,8 +28,7 @@ from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError, join_names, single_errors
+from megatron_rl.errors import UserError, join_names, single_errors, unknown_choice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys

@@ -17,8 +17,7 @@ from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires, unknown_choice
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,

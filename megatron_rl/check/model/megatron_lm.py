@@ -21,8 +21,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, UserErrors, single_errors
+from megatron_rl.errors import UserError, UserErrors, requires, single_errors
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,

@@ -24,8 +24,7 @@ from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError, join_names
+from megatron_rl.errors import UserError, join_names, requires, unknown_choice
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module

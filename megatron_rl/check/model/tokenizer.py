@@ -24,8 +24,7 @@ from megatron_rl.config.sections.rollout import (
 )
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import read_json_object
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))

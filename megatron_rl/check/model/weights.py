@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.check.files import Files
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, join_names
+from megatron_rl.errors import UserError, join_names, unreadable_file
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR

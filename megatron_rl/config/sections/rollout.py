@@ -38,8 +38,7 @@ from megatron_rl.config.sections.response_limits import (
     table_errors,
 )
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.error_forms import out_of_range, requires
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range, requires
 
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.error_forms import missing_file, unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, missing_file, unreadable_file
 
 COMMON = "common.pt"
 """File of the values that are common to all ranks."""

@@ -18,8 +18,7 @@ from typing import Any
 from megatron_rl.config.load import load
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.error_forms import missing_file
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, missing_file
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants

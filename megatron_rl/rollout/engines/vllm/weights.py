@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.distributed import device
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
