@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megatron_rl.check.callbacks import callback_errors
+from megatron_rl.callbacks import callback_errors
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
 from megatron_rl.check.engine.servers import check_engine_servers, language_model_errors
@@ -168,7 +168,7 @@ def check_inputs(inputs: Inputs) -> None:
         inputs.errors.extend(best_errors(config))
 
     if config.job == TRAIN and inputs.is_valid("callbacks"):
-        inputs.errors.extend(callback_errors(config))
+        inputs.errors.extend(callback_errors(config.callbacks))
     if config.job == TRAIN and inputs.is_valid("reward"):
         _check_reward(inputs)
         if inputs.before_run and inputs.is_valid("evaluation.sets"):

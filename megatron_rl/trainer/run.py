@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
+from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     from_first_rank,
@@ -45,7 +46,6 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
-from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,

@@ -9,6 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.callbacks import Callbacks
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
@@ -16,7 +17,6 @@ from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.loop import StepResult
