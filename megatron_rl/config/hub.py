@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.config.source import Origin, Section
 from megatron_rl.errors import UserError, first_line
+from megatron_rl.shapes.pretrained import read_index, weight_files
 
 PREFIX = "hf://"
 _NAME = re.compile(
@@ -203,12 +204,11 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
 
 def has_weights(snapshot: Path) -> bool:
     """Return whether every weight file of a model is in the folder of its revision."""
-    index = snapshot / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(snapshot.glob(_WEIGHTS))
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # `check` reads the index again, and reports its errors.
-        return True
-    return all((snapshot / file).is_file() for file in files)
+    files = weight_files(snapshot)
+    if files is None:
+        try:
+            files = [snapshot / name for name in read_index(snapshot).values()]
+        except UserError:
+            # `check` reads the index again, and reports its errors.
+            return True
+    return bool(files) and all(file.is_file() for file in files)
