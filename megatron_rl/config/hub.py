@@ -80,9 +80,19 @@ class HubCopy:
 
 def parse_name(name: str) -> HubCopy | None:
     """Parse a ``hf://`` name; return None if it is malformed."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     match = _NAME.fullmatch(name)
     if match is None:
         return None
+
+    # The cache joins ORG and NAME by --, which the Hub therefore allows in neither.
+    try:
+        validate_repo_id(match["repo"])
+    except HFValidationError:
+        return None
+
     kind = "model"
     if match["data"]:
         kind = "dataset"
@@ -145,14 +155,14 @@ def _is_name(value: Any) -> bool:
 def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
     """Return the path of a copy, downloaded if necessary; add it to ``incomplete`` if files are missing."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
         snapshot = _snapshot(copy, cache, weights)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        # The last folder is the model's name, so that a config.json shipped under this name is found.
-        snapshot = cache / "not-downloaded" / copy.repo.split("/")[1]
+    except Exception as error:  # of the Hub, of the disk, or of the HTTP library, which differs by version
+        # Each copy has its own folder. The last part is the model's name, by which a config.json that the
+        # package ships is found.
+        snapshot = cache / "not-downloaded" / _digest(copy)[:12] / copy.repo.split("/")[1]
         incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
         return copy.path(snapshot)
 
@@ -161,17 +171,22 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
     return copy.path(snapshot)
 
 
+def _digest(copy: HubCopy) -> str:
+    """Return a file name for a copy, which no other copy has."""
+    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
+    # equal.
+    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
     """Return the folder of the pinned revision of a copy; download it if it has not been before."""
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 
-    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
-    # equal.
-    pin = pins / hashlib.sha256(name.encode()).hexdigest()
+    pin = pins / _digest(copy)
 
     # All ranks of a node load the configuration at the same time: the first one downloads, and the others
     # wait for the lock and then find its copy.

@@ -326,7 +326,8 @@ def test_malformed_requests_are_refused_and_the_next_connection_is_served():
 
 
 @pytest.mark.parametrize(
-    "body", [b"no size\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}more\r\n", b"2\r\n{}\r\n0\r\nno trailer\r\n\r\n"]
+    "body",
+    [b"no size\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}more\r\n", b"2\r\n{}\r\n0\r\nno trailer\r\n\r\n"],
 )
 def test_a_bad_chunk_behind_its_headers_is_refused_at_once_and_the_connection_closed(body: bytes, caplog):
     def client(connection: http.client.HTTPConnection, key: str) -> None:
