@@ -240,12 +240,12 @@ def read_index(folder: Path) -> dict[str, str]:
     file = folder / INDEX
     try:
         weight_map = read_json_object(file).get("weight_map")
-        names: list[Any] = []
-        if isinstance(weight_map, dict):
-            names = list(weight_map.values())
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("no weight_map")
 
         # A name with a folder could lead out of the checkpoint.
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        names = weight_map.values()
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError("weight_map names no files of this directory")
         return weight_map
     except (OSError, ValueError) as error:
