@@ -685,7 +685,8 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     if inputs.shape is not None:
         memory = list(memory_plan(config, layouts, shapes, batch))
         if batch is not None and config.rollout.capabilities.in_process:
-            sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
+            shared = shared_weights(config, inputs.shape)
+            sync = shared.traffic(layouts["rollout"].ranks, config.gpus_per_node)
     records = inputs.preview.count if inputs.preview else None
 
     # Warnings are about explicit values. Of the derived ones, only the memory of a GPU is used.

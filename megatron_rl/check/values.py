@@ -118,16 +118,11 @@ def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
     for name, teacher in config.teachers.items():
         path = f"teachers.{name}"
         yield from name_errors(path, name, identifier=True)
+        if teacher.path is None:
+            expected = "a checkpoint with the actor's tokenizer"
+            yield _no_model_error(path, expected, fix=f"set {path}.path")
         for task in teacher.tasks or (name,):
             teachers_of_task.setdefault(task, []).append(name)
-        if teacher.path is None:
-            yield UserError(
-                f"`{path}` has no model",
-                where=f"{path}.path",
-                expected="a checkpoint with the actor's tokenizer",
-                got="nothing",
-                fix=f"set {path}.path",
-            )
 
     for task, names in teachers_of_task.items():
         if len(names) > 1:
@@ -180,13 +175,15 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
         path = f"reward.models.{name}"
         yield from name_errors(path, name, reserved, identifier=True)
         if model.path is None and model.training is None:
-            yield UserError(
-                f"`{path}` has neither `path` nor `training`",
-                where=f"{path}.path",
-                expected="a *ForSequenceClassification checkpoint, or a training section",
-                got="neither",
-                fix=f"set {path}.path, or {path}.training to train one from the starting model",
-            )
+            expected = "a *ForSequenceClassification checkpoint, or a training section"
+            fix = f"set {path}.path, or {path}.training to train one from the starting model"
+            yield _no_model_error(path, expected, fix)
+
+
+def _no_model_error(path: str, expected: str, fix: str) -> UserError:
+    """Return the error for the section of a named model, a teacher or reward model, that names no model."""
+    message = f"`{path}` has no model"
+    return UserError(message, where=f"{path}.path", expected=expected, got="nothing", fix=fix)
 
 
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:

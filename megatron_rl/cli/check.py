@@ -159,7 +159,12 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
     weight_sync = None
     if report.sync is not None:
-        weight_sync = {**dataclasses.asdict(report.sync), "received_most": report.sync.received_most}
+        weight_sync = {
+            **dataclasses.asdict(report.sync),
+            "received_most": report.sync.received_most,
+            "inside_nodes": report.sync.inside_nodes,
+            "across_nodes": report.sync.across_nodes,
+        }
 
     return {
         "valid": not report.errors,

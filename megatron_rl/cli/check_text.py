@@ -217,7 +217,10 @@ def _transfer_line(report: CheckReport) -> str:
     received = byte_text(sum(report.sync.received.values()))
     received_most = byte_text(report.sync.received_most)
     model_bytes = byte_text(report.sync.model_bytes)
-    text = f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+    text = f"{received} to all ranks together, "
+    if report.world_size > report.config.gpus_per_node:
+        text += f"{byte_text(report.sync.across_nodes)} of it across nodes, "
+    text += f"{received_most} to the busiest; {model_bytes} of {weights}"
     every = report.config.hybrid_engine.every
     if every == 1:
         return text
@@ -882,6 +885,11 @@ def _sync_lines(report: CheckReport) -> list[str]:
         ("received by the busiest rank", sync.received_most),
         ("received by all ranks together", sum(sync.received.values())),
     ]
+    if report.world_size > report.config.gpus_per_node:
+        rows += [
+            ("  inside nodes", sync.inside_nodes),
+            ("  across nodes", sync.across_nodes),
+        ]
     colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
     # For comparison: systems that gather complete tensors in the same layouts.
     gathered = gathered_bytes(sync.model_bytes, actor, colocated)

@@ -41,6 +41,9 @@ _SHUTDOWN_SECONDS = 0.1
 """Time that open requests get to finish when the episode ends. It is short, since the agent that would read
 the responses has ended, and not 0, which aiohttp treats as no time limit."""
 
+_BODY_CHECK_SECONDS = 0.2
+"""Interval of the checks for a malformed body while a request's body is incomplete."""
+
 _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
 """Unsupported request field -> values that have no effect and are therefore accepted."""
 
@@ -260,7 +263,7 @@ async def _respond(
         raise Refused(404, "path", f"{call} is not served")
 
     try:
-        body = json.loads(await request.read())
+        body = json.loads(await _read_body(request))
     except web.HTTPRequestEntityTooLarge:
         raise Refused(413, "body", f"expected at most {LARGEST_REQUEST} bytes") from None
     except (ConnectionError, web.RequestPayloadError):
@@ -270,6 +273,26 @@ async def _respond(
     if not isinstance(body, dict):
         raise Refused(400, "body", "expected a JSON object")
     return await conversation.answer(body)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    """Return the body of a request; raises RequestPayloadError for a malformed one.
+
+    aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error as if it
+    were the connection's next request, which no real request can be before the body is complete.
+    """
+    reading = asyncio.ensure_future(request.read())
+    try:
+        while not reading.done():
+            await asyncio.wait([reading], timeout=_BODY_CHECK_SECONDS)
+            if not reading.done() and request.protocol._messages:
+                # Close after the response: nothing further on the connection can be parsed.
+                request.protocol.close()
+                request.content.feed_eof()
+                raise web.RequestPayloadError("a chunk of the body is malformed")
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 @dataclass

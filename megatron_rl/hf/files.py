@@ -23,6 +23,7 @@ from megatron_rl.shapes.multimodal import language_config, language_name, multim
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
+    read_index,
     read_json,
     read_pretrained,
     tokenizer_files,
@@ -123,14 +124,8 @@ class CheckpointFiles:
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, from the directory's index if ``files`` is None."""
-        index = self.path / INDEX
         if files is None:
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                expected = "JSON with a weight_map"
-                raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
-
+            weight_map = read_index(self.path)
             absent_files: list[str] = []
             for file in sorted(set(weight_map.values())):
                 if not (self.path / file).is_file():
@@ -138,7 +133,7 @@ class CheckpointFiles:
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
-                    where=str(index),
+                    where=str(self.path / INDEX),
                     got="missing " + ", ".join(absent_files),
                     fix="download the checkpoint again, with all its files",
                 )

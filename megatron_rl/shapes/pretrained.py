@@ -231,6 +231,29 @@ def weight_files(path: Path) -> list[Path] | None:
     return numbered or sorted(path.glob("*.safetensors"))
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """Return tensor name -> file name from the index of a checkpoint's folder.
+
+    Raises UserError for an index that cannot be read, or does not map tensors to files of this folder.
+    """
+    file = folder / INDEX
+    try:
+        weight_map = read_json_object(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("no weight_map")
+
+        # A name with a folder could lead out of the checkpoint.
+        names = weight_map.values()
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("weight_map names no files of this directory")
+        return weight_map
+    except (OSError, ValueError) as error:
+        expected = 'a JSON object with "weight_map": tensor -> file name'
+        fix = "copy the file again from the checkpoint"
+        noun = "the model's list of weight files"
+        raise unreadable_file(noun, file, error, expected=expected, fix=fix) from error
+
+
 def separate_head_error(
     path: Path,
     shapes: Mapping[str, Sequence[int]],

@@ -11,19 +11,23 @@ ranks of a replica, at the cost of the bytes that each pair would receive.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
+from megatron_rl.shapes.layer_weights import EMBEDDING, Source, Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout, stage_layers
 from megatron_rl.shapes.lora import Lora, adapter_weights
 from megatron_rl.shapes.model import ModelShape
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it."""
+
+
+_REPLICATED = ("whole", "stacked")
+"""Cuts of Megatron parameters that are complete on every tensor-parallel rank."""
 
 
 class Slice(NamedTuple):
@@ -44,7 +48,7 @@ def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tupl
         return _interleaved(group_rows, kv_heads, rank, ranks)
 
     # Replicated parameters are complete on every rank.
-    if weight.cut in ("whole", "stacked"):
+    if weight.cut in _REPLICATED:
         rank = 0
         ranks = 1
 
@@ -135,11 +139,25 @@ def _common_elements(source: Source, first: Slice, second: Slice) -> int:
     return max(0, length) * source.elements // source.shape[first.dim]
 
 
+Shard = tuple[str | int, ...]
+"""Part of the weights that an actor rank has completely or not at all, such as ``("dense", stage, tensor)``.
+
+Different shards have no element in common."""
+
+
 @dataclass(frozen=True)
 class SharedBytes:
     """Bytes of weights that each rank of an engine replica needs, and how many of them each actor rank has.
 
-    Example, two ranks that both need 100 bytes: ``SharedBytes((100, 100), {0: [50, 0], 1: [0, 50]}, 200)``.
+    Example, two ranks that both need 100 bytes, and an actor on ranks 0 and 1 with one shard each::
+
+        SharedBytes(
+            needed=(100, 100),
+            resident={0: [50, 0], 1: [0, 50]},
+            model_bytes=200,
+            shards={0: frozenset({first}), 1: frozenset({second})},
+            shard_bytes={first: [50, 0], second: [0, 50]},
+        )
     """
 
     needed: tuple[int, ...]
@@ -148,6 +166,10 @@ class SharedBytes:
     """Global rank of the actor -> bytes of each replica rank's weights that it has, [ranks of a replica]."""
     model_bytes: int
     """Bytes of one complete copy of the weights."""
+    shards: Mapping[int, frozenset[Shard]]
+    """Global rank of the actor -> the shards that it has."""
+    shard_bytes: Mapping[Shard, Sequence[int]]
+    """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
         """Return the bytes that a global rank receives as a rank of a replica."""
@@ -157,16 +179,42 @@ class SharedBytes:
             return self.needed[rank_in_replica]
         return self.needed[rank_in_replica] - resident[rank_in_replica]
 
-    def traffic(self, ranks: Sequence[int]) -> WeightTraffic:
-        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``."""
+    def traffic(self, ranks: Sequence[int], gpus_per_node: int | None = None) -> WeightTraffic:
+        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``.
+
+        Global rank r is on node r // ``gpus_per_node``; with None, all ranks are on one node.
+        """
         replica_size = len(self.needed)
         # Replicas are consecutive, so the position in a replica repeats.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
+        received = {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()}
+
+        # Only what no rank of the receiver's node has comes from another node, see `choose_senders`.
+        across_nodes = dict.fromkeys(received, 0)
+        if gpus_per_node is not None:
+            on_node = self._bytes_on_nodes(gpus_per_node)
+            for rank, index in ranks_in_replica.items():
+                if received[rank]:
+                    across_nodes[rank] = self.needed[index] - on_node[rank // gpus_per_node][index]
+
         return WeightTraffic(
-            self.model_bytes,
-            {rank: self.needed[index] for rank, index in ranks_in_replica.items()},
-            {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()},
+            model_bytes=self.model_bytes,
+            needed={rank: self.needed[index] for rank, index in ranks_in_replica.items()},
+            received=received,
+            received_across_nodes=across_nodes,
         )
+
+    def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
+        """Return node -> bytes of each replica rank's weights that its actor ranks have between them."""
+        shards_of_node: dict[int, set[Shard]] = defaultdict(set)
+        for rank, shards in self.shards.items():
+            shards_of_node[rank // gpus_per_node] |= shards
+
+        # Without a rank of the actor, a node has none of the weights.
+        result: dict[int, Sequence[int]] = defaultdict(lambda: (0,) * len(self.needed))
+        for node, shards in shards_of_node.items():
+            result[node] = _sum_by_rank(self.shard_bytes[shard] for shard in shards)
+        return result
 
 
 def peers_on_node(
@@ -219,6 +267,18 @@ class WeightTraffic:
     """Bytes that a rank generates with, by global rollout rank."""
     received: Mapping[int, int]
     """Bytes that a rank receives, by global rollout rank."""
+    received_across_nodes: Mapping[int, int]
+    """Bytes of ``received`` that ranks of other nodes send, by global rollout rank."""
+
+    @property
+    def inside_nodes(self) -> int:
+        """Return the bytes that all ranks together receive from ranks of their nodes."""
+        return sum(self.received.values()) - self.across_nodes
+
+    @property
+    def across_nodes(self) -> int:
+        """Return the bytes that all ranks together receive from ranks of other nodes."""
+        return sum(self.received_across_nodes.values())
 
     @property
     def received_most(self) -> int:
@@ -254,24 +314,43 @@ def shared_bytes(
 
     # A trainer on one rank holds everything that the engine needs.
     single_rank = ParallelLayout((0,))
+    needed = _sum_by_rank(engine.shards(single_rank)[1].values())
     model = _Engine(shape, 1, itemsize, lora=lora)
+    (model_bytes,) = _sum_by_rank(model.shards(single_rank)[1].values())
+
+    # Ranks with the same shards share one list.
+    shards, shard_bytes = engine.shards(actor, settings)
+    resident_bytes = {
+        held: _sum_by_rank(shard_bytes[shard] for shard in held) for held in set(shards.values())
+    }
     return SharedBytes(
-        needed=tuple(engine.common_bytes(single_rank)[0]),
-        resident=engine.common_bytes(actor, settings),
-        model_bytes=model.common_bytes(single_rank)[0][0],
+        needed=tuple(needed),
+        resident={rank: resident_bytes[held] for rank, held in shards.items()},
+        model_bytes=model_bytes,
+        shards=shards,
+        shard_bytes=shard_bytes,
     )
+
+
+def _sum_by_rank(sizes: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sums of bytes [ranks of a replica]."""
+    return [sum(sizes_of_rank) for sizes_of_rank in zip(*sizes, strict=True)]
 
 
 Weights = tuple[Weight, ...]
 
 
-class _CommonBytes(NamedTuple):
+class _LayerBytes(NamedTuple):
     """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
 
+    replicated: list[int]
+    """Bytes outside routed experts that every tensor-parallel rank of the trainer has, such as norms."""
     dense: list[list[int]]
-    """Bytes outside routed experts, by tensor-parallel rank of the trainer."""
+    """Other bytes outside routed experts, by tensor-parallel rank of the trainer."""
+    replicated_experts: list[list[int]]
+    """Bytes of routed experts that every expert-tensor-parallel rank has, by expert-parallel rank."""
     experts: dict[tuple[int, int], list[int]]
-    """Bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
+    """Other bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)
@@ -288,39 +367,63 @@ class _Engine:
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
-    def common_bytes(
+    def shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
-    ) -> dict[int, list[int]]:
-        """Return trainer rank -> bytes of weights that it and each rank of a replica both hold."""
-        result: dict[int, list[int]] = {}
-        layer_bytes: dict[Weights, _CommonBytes] = {}
+    ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
+        """Return the shards of each trainer rank, and shard -> bytes that each rank of a replica needs."""
+        shards: dict[int, frozenset[Shard]] = {}
+        sizes: dict[Shard, list[int]] = {}
+        layer_bytes: dict[Weights, _LayerBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)
 
         for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
             # Count the equal layers of the stage; embedding and output layer are one more entry.
             counts = Counter(self._layer_weights(layer) for layer in stages[stage])
+            outer: Weights = ()
             if self.lora is None:
-                counts[outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)] += 1
+                outer = outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)
+            # The first stage and a tied last stage have the same embedding: one shard.
+            embedding = tuple(weight for weight in outer if weight.sources[0].name == EMBEDDING)
+            counts[tuple(weight for weight in outer if weight not in embedding)] += 1
             for weights in counts.keys() - layer_bytes.keys():
                 layer_bytes[weights] = self._layer_bytes(weights, trainer)
-            stage_bytes = [(count, layer_bytes[weights]) for weights, count in counts.items()]
 
-            # Ranks with the same coordinates in both grids, dense and expert, hold the same shards.
-            by_shard: dict[tuple[int, tuple[int, int]], list[int]] = {}
+            if embedding:
+                for tensor, embedding_bytes in enumerate(self._bytes(embedding, trainer.tensor)):
+                    sizes["embedding", tensor] = embedding_bytes
+            for shard, parts in self._stage_parts(stage, counts, layer_bytes).items():
+                sizes[shard] = _sum_by_rank(parts)
+
+            # Ranks with the same coordinates in both grids, dense and expert, have the same shards.
             for position, rank in enumerate(ranks):
                 quotient, expert_tensor = divmod(position, trainer.expert_tensor)
                 tensor = position % trainer.tensor
-                expert = (quotient % trainer.expert, expert_tensor)
-                if (tensor, expert) not in by_shard:
-                    by_shard[tensor, expert] = [
-                        sum(
-                            count * (common.dense[tensor][index] + common.experts[expert][index])
-                            for count, common in stage_bytes
-                        )
-                        for index in range(self.replica_size)
-                    ]
-                result[rank] = by_shard[tensor, expert]
-        return result
+                expert = quotient % trainer.expert
+                held: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
+                held += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
+                if embedding:
+                    held.append(("embedding", tensor))
+                shards[rank] = frozenset(held)
+        return shards, sizes
+
+    def _stage_parts(
+        self, stage: int, counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
+    ) -> dict[Shard, list[list[int]]]:
+        """Return the shards of a pipeline stage, each with its bytes in every kind of layer."""
+        parts: dict[Shard, list[list[int]]] = defaultdict(list)
+        for weights, count in counts.items():
+            one_layer = layer_bytes[weights]
+            layer_parts: dict[Shard, list[int]] = {("replicated", stage): one_layer.replicated}
+            for tensor, sizes in enumerate(one_layer.dense):
+                layer_parts["dense", stage, tensor] = sizes
+            for expert, sizes in enumerate(one_layer.replicated_experts):
+                layer_parts["experts", stage, expert] = sizes
+            for (expert, expert_tensor), sizes in one_layer.experts.items():
+                layer_parts["experts", stage, expert, expert_tensor] = sizes
+
+            for shard, sizes in layer_parts.items():
+                parts[shard].append([count * size for size in sizes])
+        return parts
 
     def _layer_weights(self, layer: int) -> Weights:
         """Return the parameters of a layer that are synced."""
@@ -329,40 +432,50 @@ class _Engine:
             return weights
         return adapter_weights(weights, self.lora)
 
-    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
+    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
         """Return the bytes of a layer, or of the parameters outside the layers, that both ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
-        experts_per_rank = self.shape.experts // trainer.expert
-
-        # An expert is complete on one rank of the engine, or sharded over all of them.
-        expert_shards = self.replica_size
-        if self.whole_experts:
-            expert_shards = 1
-        one_expert = self._bytes(routed, trainer.expert_tensor, expert_shards)
 
         # Each expert-parallel rank of the trainer holds consecutive experts.
+        replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
+        experts_per_rank = self.shape.experts // trainer.expert
+        one_expert = self._expert_bytes(_sharded(routed), trainer.expert_tensor)
+        (one_replicated,) = self._expert_bytes(_replicated(routed), 1)
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
-            for expert_tensor in range(trainer.expert_tensor):
-                shards = one_expert[expert_tensor]
-                if self.whole_experts:
-                    experts[expert, expert_tensor] = [
-                        self._common_experts(local, index) * shards[0] for index in range(self.replica_size)
-                    ]
-                else:
-                    experts[expert, expert_tensor] = [experts_per_rank * size for size in shards]
+            local_counts = [self._common_experts(local, index) for index in range(self.replica_size)]
+            replicated_experts.append(_products(local_counts, one_replicated))
+            for expert_tensor, sizes in enumerate(one_expert):
+                experts[expert, expert_tensor] = _products(local_counts, sizes)
 
-        return _CommonBytes(self._bytes(dense, trainer.tensor, self.replica_size), experts)
+        (replicated,) = self._bytes(_replicated(dense), 1)
+        return _LayerBytes(
+            replicated=replicated,
+            dense=self._bytes(_sharded(dense), trainer.tensor),
+            replicated_experts=replicated_experts,
+            experts=experts,
+        )
+
+    def _expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
+        """Return the bytes of one expert's parameters that both ranks of a pair hold, as `_bytes` does."""
+        # An expert is complete on one rank of the engine, or sharded over all of them.
+        if not self.whole_experts:
+            return self._bytes(weights, trainer_ranks)
+        complete = replace(self, replica_size=1)._bytes(weights, trainer_ranks)
+        return [sizes * self.replica_size for sizes in complete]
 
     def _common_experts(self, local: range, index: int) -> int:
-        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica also holds."""
+        """Count the trainer rank's ``local`` experts of which rank ``index`` of the replica holds a part."""
+        if not self.whole_experts:
+            return len(local)
         resident = engine_experts(self.shape.experts, index, self.replica_size)
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
-    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int, engine_ranks: int) -> list[list[int]]:
+    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
         """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
+        engine_ranks = self.replica_size
         kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
@@ -379,6 +492,21 @@ class _Engine:
                         elements = _common_elements(source, slices[rank][number], target)
                         result[rank][engine_rank] += itemsize * elements
         return result
+
+
+def _replicated(weights: Iterable[Weight]) -> list[Weight]:
+    """Return the parameters that are complete on every tensor-parallel rank of the trainer."""
+    return [weight for weight in weights if weight.cut in _REPLICATED]
+
+
+def _sharded(weights: Iterable[Weight]) -> list[Weight]:
+    """Return the parameters of which tensor-parallel ranks of the trainer hold different parts."""
+    return [weight for weight in weights if weight.cut not in _REPLICATED]
+
+
+def _products(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the products of two lists, element by element."""
+    return [count * size for count, size in zip(counts, sizes, strict=True)]
 
 
 def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = True) -> float:

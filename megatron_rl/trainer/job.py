@@ -312,40 +312,35 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
             # The launcher kills all ranks when the first one ends with an error: wait until it is reported.
             time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
-    except UserError as error:
-        report_errors(error)
-        _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
-        # A full disk or a removed folder is not a bug: report it without a traceback.
-        user_error = _user_error(config, error)
-        if user_error is not None:
-            report_errors(user_error)
-            _end_process(EXIT_BAD_INPUT)
-
-        rank_text = describe_rank(config, device.rank())
-        user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
+        user_error = _user_error(config, phases, error)
         if user_error is not None:
             report_errors(user_error)
             _end_process(EXIT_BAD_INPUT)
 
         print(
-            f"\n{rank_text} failed {phases.location}: {type(error).__name__}: {error}\n"
-            f"{traceback.format_exc()}",
+            f"\n{describe_rank(config, device.rank())} failed {phases.location}: "
+            f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
             file=sys.stderr,
             flush=True,
         )
         _end_process(1)
 
 
-def _user_error(config: RunConfig, error: BaseException) -> UserError | None:
-    """Return a UserError if files or disks caused the exception, otherwise None."""
+def _user_error(config: RunConfig, phases: Phases, error: BaseException) -> UserError | None:
+    """Return the error to report to the user without a traceback, or None if the exception is a bug."""
+    if isinstance(error, UserError):
+        return error
+
+    # A full disk, a removed folder or too little device memory is not a bug.
     removed_folder = _removed_folder_error(config, error)
     if removed_folder is not None:
         return removed_folder
     # A missing file is more likely a bug of this package than a user's mistake.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return file_error(error, Path(config.run_dir))
-    return None
+    rank_text = describe_rank(config, device.rank())
+    return out_of_memory_error(config, error, rank_text, phases.current, phases.step)
 
 
 def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.hub_server import COMMIT, hub
 
@@ -94,6 +97,53 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
     )
     assert "resum" in resumed.stdout + resumed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_2").exists() or "step 2" in resumed.stdout
+
+
+def test_a_download_that_was_killed_is_completed_by_the_next_start(
+    repositories: Path, torchrun, tmp_path: Path
+) -> None:
+    # A model of two files with an index, and training data of two files.
+    model = repositories / "models/Org/tiny"
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, model / file)
+        weight_map |= dict.fromkeys(part, file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    data = repositories / "datasets/Org/sums/main"
+    shutil.copy(data / "train-0.jsonl", data / "train-1.jsonl")
+
+    config = write_config(tmp_path)
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-m", "megatron_rl", "train", str(config)]
+    with hub(repositories) as server:
+        for stall_at in ("train-1.jsonl", "model-00002-of-00002.safetensors"):
+            server.stall_at = stall_at
+            server.stalled.clear()
+            run = subprocess.Popen(
+                command,
+                env=os.environ | environment(cache, server.address),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            assert server.stalled.wait(120), f"{stall_at} was not requested"
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+            # Without a network the files that were complete are not taken for all of them.
+            found = check(config, cache, None)
+            assert "is not downloaded yet" in found.stdout, found.stdout + found.stderr
+        assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step from a part of the files"
+
+        server.stall_at = None
+        torchrun("megatron_rl", 2, "train", config, module=True, env=environment(cache, server.address))
+
+    copies = {file.name: file for file in cache.glob(f"*/snapshots/{COMMIT}/**/*") if file.is_file()}
+    for source in (*model.iterdir(), data / "train-0.jsonl", data / "train-1.jsonl"):
+        assert copies[source.name].read_bytes() == source.read_bytes(), source.name
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_without_a_network_the_command_that_downloads_is_named(torchrun, tmp_path: Path) -> None:

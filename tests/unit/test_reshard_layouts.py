@@ -85,8 +85,15 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
         model = adapted(model, lora.rank, None, lora.targets)
     shared = shared_bytes(model.shape, actor, places, 2, settings=overrides, whole_experts=whole, lora=lora)
     sources = megatron_layout(config, actor, torch.bfloat16, overrides, lora)
-    plan = build_plan(sources, engine_layout(model, ranks, places, torch.bfloat16, whole))
-    traffic = shared.traffic(ranks)
+    per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    nodes = {rank: rank // per_node for rank in range(8)}
+    plan = build_plan(sources, engine_layout(model, ranks, places, torch.bfloat16, whole), nodes)
+    traffic = shared.traffic(ranks, per_node)
+    across_nodes = Counter(dict.fromkeys(ranks, 0))
+    for (sender, receiver), count in plan.pairs.items():
+        across_nodes[receiver] += count * (nodes[sender] != nodes[receiver])
+    assert across_nodes == traffic.received_across_nodes
+    assert plan.bytes_between(nodes) == (traffic.inside_nodes, traffic.across_nodes)
     assert {rank: plan.received.get(rank, 0) for rank in ranks} == traffic.received
     assert plan.needed == traffic.needed
     whole_model = build_plan(sources, engine_layout(model, (0,), 1, torch.bfloat16))

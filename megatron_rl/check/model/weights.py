@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.check.files import Files
-from megatron_rl.errors import UserError, join_names, unreadable_file
+from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
@@ -20,7 +20,7 @@ from megatron_rl.shapes.pretrained import (
     INDEX,
     PretrainedModel,
     parse_json_object,
-    read_json_object,
+    read_index,
     separate_head_error,
     weight_files,
 )
@@ -61,7 +61,7 @@ _CONVERT = (
 """Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a header or index that is damaged or has an unexpected JSON structure."""
+"""Exceptions of reading a header that is damaged or has an unexpected JSON structure."""
 
 
 @dataclass(frozen=True)
@@ -176,20 +176,10 @@ def _count_findings(files: Files) -> tuple[int, int, int]:
 
 def _read_index(path: Path, files: Files) -> dict[str, str] | None:
     """Return tensor name -> file name from the checkpoint's index; report a broken index and return None."""
-    index = path / INDEX
     try:
-        weight_map = read_json_object(index)["weight_map"]
-
-        # A name with a folder could lead out of the checkpoint.
-        names_files = bool(weight_map) and all(Path(name).name == name for name in weight_map.values())
-        if not names_files:
-            raise ValueError("weight_map names no files of this directory")
-        return weight_map
-    except _MALFORMED_HEADER as error:
-        expected = 'a JSON object with "weight_map": tensor -> file name'
-        fix = "copy the file again from the checkpoint"
-        noun = "the model's list of weight files"
-        files.errors.append(unreadable_file(noun, index, error, expected=expected, fix=fix))
+        return read_index(path)
+    except UserError as error:
+        files.errors.append(error)
         return None
 
 
