@@ -302,7 +302,7 @@ class PromptSource:
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Apply the temperatures and top-p of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
 
     @property

@@ -7,7 +7,7 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 

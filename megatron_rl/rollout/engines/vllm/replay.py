@@ -174,7 +174,7 @@ class _HostRequest(NamedTuple):
 
 
 def _host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Return the processor's entry for a new request, or None if vLLM's own sampling is that of the request."""
+    """Return the processor's entry for a new request, or None if vLLM's own sampling is the request's."""
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
         return None
