@@ -37,9 +37,8 @@ PAGE = Path(__file__).parents[2] / "docs/run.md"
 
 def _example(start: str) -> dict[str, Any]:
     """Return the rollout section of the page's example that begins with ``start``."""
-    (block,) = re.findall(
-        rf"^```yaml\n(rollout:\n  {re.escape(start)}.*?)^```$", PAGE.read_text(), re.M | re.S
-    )
+    pattern = rf"^```yaml\n(rollout:\n  {re.escape(start)}.*?)^```$"
+    (block,) = re.findall(pattern, PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return yaml.safe_load(block)["rollout"]
 
 

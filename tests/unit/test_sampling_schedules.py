@@ -215,8 +215,13 @@ def test_accelerators_have_the_position_of_each_slot():
 
 @pytest.mark.parametrize(
     ("value", "is_truncated"),
-    [(0.9, True), (1.0, False), ({"start": 1.0, "end": 1.0, "over": 4}, False)]
-    + [({"start": {"start": 1.0, "end": 0.9, "steps": 2}, "end": 1.0, "over": 4}, True), ({}, False)],
+    [
+        (0.9, True),
+        (1.0, False),
+        ({"start": 1.0, "end": 1.0, "over": 4}, False),
+        ({"start": {"start": 1.0, "end": 0.9, "steps": 2}, "end": 1.0, "over": 4}, True),
+        ({}, False),
+    ],
 )
 def test_a_run_replays_supports_if_any_token_is_filtered(value: Any, is_truncated: bool):
     assert RolloutConfig(top_p=value).truncates == is_truncated
