@@ -45,7 +45,8 @@ class EngineCapabilities:
     """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
 
     token_history: bool = False
-    """Rules on logits can depend on all earlier tokens of a sequence, as `no_repeat_ngram_size` does."""
+    """Sampling can depend on the earlier tokens of a sequence, as `no_repeat_ngram_size` does, and on their
+    number, as a temperature over the tokens of a turn does."""
 
     host_head_sizes: tuple[int, ...] = ()
     """Supported sizes of an attention head on a host without accelerator, empty for any."""

@@ -100,7 +100,7 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Apply the weights and temperatures of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the weights and schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
         for source in self.sources.values():
             source.begin_step(step)

@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
-from megatron_rl.config.sections.rollout import RolloutConfig, temperature_schedules
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
@@ -52,6 +52,7 @@ from megatron_rl.data.tokenizing import (
     encode_texts,
     end_token_ids,
     sampling_by_task,
+    scheduled,
     template_marks,
     template_turn_end,
     turn_end_warning,
@@ -241,7 +242,6 @@ class PromptSource:
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
-        self._default_schedule, self._schedule_by_task = temperature_schedules(rollout)
         self._step = 1
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
@@ -302,7 +302,7 @@ class PromptSource:
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Apply the temperatures of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
 
     @property
@@ -313,11 +313,14 @@ class PromptSource:
     def next(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
         batch = self._batch(self._order.next(count))
+        if not self._rollout.changes_over_steps:
+            return batch
 
         sampling = []
         for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
-            schedule = self._schedule_by_task.get(task, self._default_schedule)
-            sampling.append(parameters._replace(temperature=schedule.at(self._step)))
+            temperature = self._rollout.task_setting(task, "temperature")
+            top_p = self._rollout.task_setting(task, "top_p")
+            sampling.append(scheduled(parameters, temperature, top_p, self._step))
         return replace(batch, sampling=tuple(sampling))
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
@@ -359,9 +362,9 @@ class PromptSource:
         if temperature == 0:
             sampling = [parameters.greedy() for parameters in batch.sampling]
         else:
-            changes = {"temperature": temperature}
+            changes: dict[str, Any] = {"temperature": temperature, "temperature_tokens": 0}
             if top_p is not None:
-                changes["top_p"] = top_p
+                changes |= {"top_p": top_p, "top_p_tokens": 0}
             sampling = [parameters._replace(**changes) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 

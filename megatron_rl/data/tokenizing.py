@@ -25,8 +25,8 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_token_error,
     stop_text_error,
-    temperature_schedule,
 )
+from megatron_rl.config.sections.schedules import ScheduledValue, token_schedule
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
@@ -235,9 +235,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings, including ``stop``. The tokens ``ends`` always end a
-    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature that
-    changes over steps has its last value. Raises UserError for a field that does not exist or is out of
-    range.
+    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature or
+    top-p that changes over steps has its last value. Raises UserError for a field that does not exist or is
+    out of range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -255,6 +255,29 @@ def sampling_by_task(
     return default_parameters, parameters_by_task
 
 
+def scheduled(
+    sampling: SamplingParameters,
+    temperature: ScheduledValue,
+    top_p: ScheduledValue,
+    step: int | None = None,
+) -> SamplingParameters:
+    """Return sampling parameters with the temperature and top-p of ``step``, which counts from 1.
+
+    ``temperature`` and ``top_p`` are values of the configuration; ``step`` None is any step after the last
+    change.
+    """
+    temperatures = token_schedule(temperature, step)
+    probabilities = token_schedule(top_p, step)
+    return sampling._replace(
+        temperature=temperatures.start,
+        last_temperature=temperatures.end,
+        temperature_tokens=temperatures.length,
+        top_p=probabilities.start,
+        last_top_p=probabilities.end,
+        top_p_tokens=probabilities.length,
+    )
+
+
 def _sampling_parameters(
     values: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -267,9 +290,7 @@ def _sampling_parameters(
 
     # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
-    return SamplingParameters(
-        temperature=temperature_schedule(values["temperature"]).end,
-        top_p=float(values["top_p"]),
+    constant = SamplingParameters(
         top_k=int(values["top_k"]),
         max_response_tokens=largest_limit(values["max_response_tokens"], auto),
         stop_token_ids=stop_token_ids,
@@ -282,6 +303,7 @@ def _sampling_parameters(
         stop_texts=stop_texts,
         no_repeat_ngram_size=int(values["no_repeat_ngram_size"]),
     )
+    return scheduled(constant, values["temperature"], values["top_p"])
 
 
 # Prompts and texts as tokens

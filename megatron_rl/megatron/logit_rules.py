@@ -8,6 +8,8 @@ The definitions and their order are vLLM's. A bias is added to the logits, and `
 banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
 multiplies their negative logits. Frequency and presence penalties are subtracted from the logits of earlier
 tokens of the response. Temperature and filters are applied after these rules.
+
+A temperature that changes over the tokens of a turn is one value per token, see `token_temperatures`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_rl.types import BANNED, LogitRules, SamplingParameters
+from megatron_rl.types import BANNED, LogitRules, SamplingParameters, row_index
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def build_row_rules(
     ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
     [n] the ascending positions of the selected tokens among them.
     """
-    if all(row is None for row in rules):
+    if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
 
     ends = lengths.cumsum(0)
@@ -206,7 +208,7 @@ def build_row_rules(
     for row, rule in enumerate(rules):
         first = int(bounds[0, row])
         count = int(bounds[1, row]) - first
-        if rule is None or not count:
+        if rule is None or not rule.sampling.has_rules or not count:
             continue
 
         # Tensors that rows share are copied to the device once.
@@ -234,6 +236,37 @@ def build_row_rules(
             ngrams = repeated_ngrams(tokens[begin:end], index, sampling.no_repeat_ngram_size)
         row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties, ngrams))
     return tuple(row_rules)
+
+
+def token_temperatures(
+    temperature: Tensor,
+    lengths: Tensor,
+    rules: Sequence[LogitRules | None] | None,
+) -> Tensor:
+    """Return the sampling temperature of each token of a micro-batch: [N] float32.
+
+    ``temperature`` [B] is that of each row, ``lengths`` [B] its tokens, and ``rules`` its rules. Where it
+    changes over the tokens of a turn, only values of sampled tokens have a meaning.
+    """
+    temperatures = temperature[row_index(lengths)]
+    if rules is None:
+        return temperatures
+
+    for values, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
+        if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
+            continue
+        # Index of each token in its turn, counted from the last start at or before the token.
+        starts = torch.tensor(rule.turn_starts)
+        index = torch.arange(len(values))
+        turn = torch.searchsorted(starts, index, right=True) - 1
+        position = index - starts[turn.clamp(min=0)]
+
+        # In float64, as engines compute it in Python.
+        sampling = rule.sampling
+        fraction = (position.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
+        change = sampling.last_temperature - sampling.temperature
+        values.copy_(sampling.temperature + change * fraction)
+    return temperatures
 
 
 def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
 from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
-from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
+from megatron_rl.megatron.logit_rules import RowRules, build_row_rules, token_temperatures
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition_rows
@@ -34,7 +34,7 @@ from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.progress import count_progress
-from megatron_rl.types import token_index
+from megatron_rl.types import LogitRules, token_index
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,8 @@ def _pack(
         first_tokens = lengths.cumsum(0) - lengths
         mask[first_tokens] = False  # no hidden state predicts a row's first token
     selected = mask.nonzero()[:, 0]
-    temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
+    rules = _rules(batch, rows)
+    temperature = token_temperatures(batch.temperature[row_index], lengths, rules)
 
     # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
     # runs equally many micro-batches.
@@ -247,7 +248,7 @@ def _pack(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
-        rules=_rules(batch, rows, lengths, tokens, selected),
+        rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),
@@ -301,18 +302,12 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
-def _rules(
-    batch: Any,
-    rows: list[int],
-    lengths: Tensor,
-    tokens: Tensor,
-    selected: Tensor,
-) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens, or None if sampling changed no logits."""
+def _rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
+    """Return the rules of the rows of a micro-batch, or None for a batch without rules."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
-    return build_row_rules([rules[row] for row in rows], lengths, tokens, selected)
+    return [rules[row] for row in rows]
 
 
 def forward_only(

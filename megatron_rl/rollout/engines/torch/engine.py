@@ -19,11 +19,10 @@ from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     draw,
-    filtered_logits,
-    filters,
     is_greedy,
-    log_prob_temperature,
     ruled_logits,
+    sampled_logits,
+    sampling_at,
     truncates,
 )
 from megatron_rl.rollout.stopping import StopSearch, StopTexts
@@ -346,7 +345,10 @@ def _decode(
     active = list(range(len(requests)))
     logits = decoder.start([request.tokens for request in requests])
     while active:
-        sampling = [requests[row].sampling for row in active]
+        sampling = [
+            sampling_at(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
+            for row in active
+        ]
         active_generators = [generators[row] for row in active]
         active_prompts = [prompts[row] for row in active]
         responses = [[*partial_responses[row], *tokens[row]] for row in active]
@@ -363,8 +365,11 @@ def _decode(
             tokens[row].append(token)
             log_probs[row].append(log_prob_list[index])
             if truncates(request.sampling):
-                support_ids = masks[index].nonzero()[:, 0]
-                support[row].append(support_ids.tolist())
+                support_ids: list[int] = []
+                # A filter may begin or end within a turn: the other tokens have the full vocabulary.
+                if truncates(sampling[index]):
+                    support_ids = masks[index].nonzero()[:, 0].tolist()
+                support[row].append(support_ids)
 
             search = searches[row]
             completes_text = search is not None and search.append(token)
@@ -409,17 +414,13 @@ def _sample(
     sampling: Sequence[SamplingParameters],
     generators: Sequence[torch.Generator],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [B, V].
+    """Draw one token per row of ``logits`` [B, V]; ``sampling`` has constant temperatures and filters.
 
     Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
     """
-    device = logits.device
     is_greedy_row = [is_greedy(parameters) for parameters in sampling]
-    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
-    greedy = torch.tensor(is_greedy_row, device=device)
-    temperature = torch.tensor(temperatures, device=device)
-
-    filtered = filtered_logits(logits, temperature, *filters(sampling, device))
+    greedy = torch.tensor(is_greedy_row, device=logits.device)
+    filtered = sampled_logits(logits, sampling)
     tokens = draw(filtered, greedy, generators)
     # Normalised over the support: the distribution that was sampled.
     all_log_probs = filtered.log_softmax(dim=1)

@@ -217,9 +217,12 @@ class VllmEngine:
         }
         if self._truncates:
             arguments |= replay.support_arguments()
+        # On accelerators in this order: rules precede the temperature and the filters.
+        processors = replay.logits_processors(config)
         if config.bans_ngrams:
-            processors = arguments.get("logits_processors", [])
-            arguments["logits_processors"] = [*processors, *rules.logits_processors()]
+            processors = [*rules.logits_processors(), *processors]
+        if processors:
+            arguments["logits_processors"] = processors
         if self._records:
             arguments |= replay.routing_arguments()
 
@@ -291,8 +294,8 @@ class VllmEngine:
 
         parameters = _sampling_parameters(request)
         support = None
-        if self._truncates:
-            support = replay.add_filters(parameters, request.sampling)
+        if self._truncates or request.sampling.changes_over_tokens:
+            support = replay.add_filters(parameters, request)
         else:
             # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,
             # which report no support, suffice.
@@ -380,7 +383,7 @@ class VllmEngine:
             log_probs=completion.log_probs[first:],
         )
         if self._truncates:
-            support = replay.support_of(output, request.support, request.original.sampling)
+            support = replay.support_of(output, request.support, request.original)
             completion = replace(completion, support=support[first:])
         if self._records:
             experts = replay.experts_of(output, request.parameters, request.original)
