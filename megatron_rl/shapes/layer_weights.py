@@ -63,6 +63,8 @@ class Source:
     """Number of equal runs of rows that make up the source, in a tensor that interleaves sources by head."""
     pitch: int = 0
     """Rows from the start of one run to the start of the next."""
+    heads: int = 0
+    """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
 
     @property
     def elements(self) -> int:
@@ -121,6 +123,11 @@ class Weight:
     def elements(self) -> int:
         """Return the number of elements before any sharding."""
         return sum(source.elements for source in self.sources)
+
+    @property
+    def groups(self) -> int:
+        """Return the key-value groups that interleave the rows of a ``query_key_value`` parameter."""
+        return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:
         """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""

@@ -44,9 +44,10 @@ class ModelShape:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key-value heads."""
+    """Key-value heads of layers whose block has no separate number (`Mixer.key_value_heads`)."""
     head_dim: int
-    """Size of a head of queries, keys and values; not used by latent attention."""
+    """Size of a head of queries, keys and values, likewise (`Mixer.key_size`); not used by latent
+    attention."""
     mlp_width: int
     """Width of a dense MLP."""
     vocab: int
@@ -147,20 +148,6 @@ class ModelShape:
         return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
 
     @property
-    def qk_dim(self) -> int:
-        """Return the size of one head's query and key."""
-        if self.mla:
-            return self.qk_nope + self.qk_rope
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Return the size of one head's value."""
-        if self.mla:
-            return self.v_head_dim
-        return self.head_dim
-
-    @property
     def linear_k_head_dim(self) -> int:
         """Return the size of a delta net's key head, 0 without delta nets."""
         return self.linear_qk // max(1, self.linear_k_heads)
@@ -185,7 +172,8 @@ class ModelShape:
     def best_tensor(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
-        common = math.gcd(self.heads, self.kv_heads, self.mlp_width, *further_heads)
+        further_heads += [mixer.key_value_heads(self) for mixer in self.mixers]
+        common = math.gcd(self.heads, self.mlp_width, *further_heads)
         return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
 
     # Blocks: the rest of this class sums over them.
@@ -338,9 +326,24 @@ class ModelShape:
         return self._count_elements(False)
 
     @cached_property
-    def key_value_parameters(self) -> int:
-        """Count the parameters of all key-value heads, which an engine of more ranks replicates."""
-        return self._count_elements(False, "heads")
+    def key_value_parameters(self) -> Counter[int]:
+        """The parameters of key-value heads, which an engine of more ranks replicates.
+
+        Keys are the numbers of key-value heads of a layer, values the parameters of all layers with so many.
+        """
+        parameters: Counter[int] = Counter()
+        for block, count in self._block_counts.items():
+            for weight in self._weights[block]:
+                for source in weight.sources:
+                    if source.engine == "heads":
+                        parameters[source.heads] += count * source.elements
+        return parameters
+
+    @cached_property
+    def query_width(self) -> float:
+        """Return the mean width of a layer's queries, of all heads together."""
+        widths = sum(count * mixer.query_width(self) for mixer, count in self.mixers.items())
+        return widths / self.layers
 
     @cached_property
     def replicated_parameters(self) -> int:

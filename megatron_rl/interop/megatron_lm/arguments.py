@@ -75,7 +75,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "group_query_attention": is_grouped,
         "num_query_groups": query_groups,
-        "kv_channels": shape.value_dim,
+        "kv_channels": shape.v_head_dim or shape.head_dim,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
         "untie_embeddings_and_output_weights": not shape.tied,
