@@ -76,6 +76,8 @@ class ModelShape:
     """Queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
     """The norms of queries and keys are over all heads together."""
+    layer_scalars: bool = False
+    """The output of each layer is multiplied by a scalar, which is not trained."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
