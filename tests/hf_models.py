@@ -188,6 +188,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Layers with full attention have larger heads, of which there is one key-value head, without values.
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -410,7 +424,7 @@ def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
     class_prefix, settings = FAMILIES[family]
     name = f"{class_prefix}Config"
-    if class_prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+    if class_prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"):
         name = f"{class_prefix}TextConfig"
     return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
@@ -436,7 +450,7 @@ def randomize(model: Any, seed: int) -> None:
                 continue
 
             # Norm weights stay near 1, so that activations keep their scale through the layers.
-            if "norm" in name:
+            if "norm" in name or name.endswith("layer_scalar"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             # Logits of attention sinks as large as scores, so that they take their part of the softmax.
             elif "sinks" in name:

@@ -54,6 +54,7 @@ class Multimodal:
 
 _KINDS = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+    Multimodal("Gemma 4", "gemma4", "Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
     Multimodal(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         "mistral3",

@@ -27,6 +27,10 @@ class Attention(Mixer):
     """Size of a head of queries, keys and values; 0 for the size of `ModelShape`."""
     kv_heads: int = 0
     """Key-value heads; 0 for the number of `ModelShape`."""
+    keys_are_values: bool = False
+    """The layer has no projection to values: a head's value is its key before norm and rotary angles."""
+    value_norm: bool = False
+    """Each value is divided by its root mean square, without a weight."""
 
     name: ClassVar[str] = "attention"
     noun: ClassVar[str] = "layers of attention"
@@ -60,6 +64,8 @@ class Attention(Mixer):
             Source("self_attn.k_proj", (key_rows,), "heads", heads=kv_heads),
             Source("self_attn.v_proj", (key_rows,), "heads", heads=kv_heads),
         ]
+        if self.keys_are_values:
+            projections.pop()
         if shape.output_gate:
             # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
             queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)
@@ -183,7 +189,7 @@ class Attention(Mixer):
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
-        projection = head_dim * (heads + 2 * groups)
+        projection = head_dim * (heads + (2 - self.keys_are_values) * groups)
 
         # Counted per query head, since keys and values are repeated. The last term is one float32 number.
         core = 4 * heads * head_dim + heads * layer.float32_elements
@@ -194,6 +200,9 @@ class Attention(Mixer):
         norms = 0.0
         if shape.qk_norm:
             norms = layer.plain_norm((heads + groups) * head_dim, output=False)
+        if self.value_norm:
+            # The input in float32, and one number of each head.
+            norms += groups * (head_dim + 1) * layer.float32_elements
         if shape.whole_qk_norm:
             # Inputs and normalised values in float32.
             norms = 2 * (heads + groups) * head_dim * layer.float32_elements
