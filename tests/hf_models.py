@@ -348,6 +348,21 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FAMILIES["gemma3"][1],
         {"vision_config": SIGLIP_VISION, "mm_tokens_per_image": 1},
     ),
+    "gemma4-vision": (
+        "Gemma4",
+        FAMILIES["gemma4"][1],
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 8,
+            }
+        },
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},

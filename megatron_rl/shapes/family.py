@@ -409,7 +409,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
             "linear_num_value_heads",
             f"a multiple of linear_num_key_heads, {fields['linear_k_heads']}",
         )
-    return {**fields, "qk_norm": True, "output_gate": True}
+    return {**fields, "qk_norm": True, "output_gate": True, "centered_norms": True}
 
 
 def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
@@ -510,7 +510,7 @@ def biased_router() -> Fields:
 def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "post_norms": True}
+    return {**attention_bias(reader), "post_norms": True, "centered_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:

@@ -71,6 +71,8 @@ class Source:
     """Rows from the start of one run to the start of the next."""
     heads: int = 0
     """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
+    engine_copies: int = 1
+    """Times that vLLM stores the tensor: 2 for keys that are values too."""
 
     @property
     def elements(self) -> int:

@@ -73,8 +73,8 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     # With fewer key-value heads than ranks, each head has equally many copies.
     replicated = shape.replicated_parameters
     sharded = shape.layer_dense_total - replicated
-    for heads, parameters in shape.key_value_parameters.items():
-        copies = max(1, tensor // heads)
+    for (heads, stored), parameters in shape.key_value_parameters.items():
+        copies = stored * max(1, tensor // heads)
         sharded += parameters * (copies - 1)
     layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 

@@ -66,6 +66,8 @@ class ModelShape:
     """Norms precede attention and MLP."""
     post_norms: bool = False
     """Norms follow attention and MLP, before their outputs are added to the residual stream."""
+    centered_norms: bool = False
+    """The weights of norms are stored as their difference from 1, and multiply in float32."""
     qkv_bias: bool = False
     """The projections of queries, keys and values have biases."""
     output_bias: bool = False
@@ -328,17 +330,17 @@ class ModelShape:
         return self._count_elements(False)
 
     @cached_property
-    def key_value_parameters(self) -> Counter[int]:
-        """The parameters of key-value heads, which an engine of more ranks replicates.
+    def key_value_parameters(self) -> Counter[tuple[int, int]]:
+        """The parameters of all key-value heads, which an engine of more ranks replicates.
 
-        Keys are the numbers of key-value heads of a layer, values the parameters of all layers with so many.
+        Keys are the key-value heads of a layer and the times that vLLM stores the tensor (`engine_copies`).
         """
-        parameters: Counter[int] = Counter()
+        parameters: Counter[tuple[int, int]] = Counter()
         for block, count in self._block_counts.items():
             for weight in self._weights[block]:
                 for source in weight.sources:
                     if source.engine == "heads":
-                        parameters[source.heads] += count * source.elements
+                        parameters[source.heads, source.engine_copies] += count * source.elements
         return parameters
 
     @cached_property

@@ -27,6 +27,7 @@ def groups() -> ParallelGroups:
         "qwen2",
         "qwen3",
         "gemma3",
+        "gemma4",
         "olmo2",
         "mixtral",
         "qwen3-moe",

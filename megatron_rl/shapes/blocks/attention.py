@@ -65,7 +65,7 @@ class Attention(Mixer):
             Source("self_attn.v_proj", (key_rows,), "heads", heads=kv_heads),
         ]
         if self.keys_are_values:
-            projections.pop()
+            projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
             # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
             queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)

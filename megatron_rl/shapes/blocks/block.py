@@ -55,9 +55,8 @@ class LocalLayer:
 
         ``output`` is false if no later layer saves the output.
         """
-        # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
-        if self.shape.pre_norms and self.shape.post_norms:
+        if self.shape.centered_norms:
             normalised = self.float32_elements
         return width * (self.float32_elements + normalised + output)
 
