@@ -363,6 +363,19 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             }
         },
     ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {key: value for key, value in FAMILIES["gemma4"][1].items() if "per_layer" not in key},
+        {
+            "vision_config": {
+                "patch_size": 2,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 8,
+                "output_proj_dims": 32,
+            }
+        },
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},

@@ -156,6 +156,7 @@ def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Pa
     """The language model is trained; the export has the rest as it was, and `check` takes it again."""
     engines = {
         "gemma3-vision": "vllm",
+        "gemma4-vision": "vllm",
         "ministral3-vision": "vllm",
         "qwen2-5-vl": "vllm",
         "qwen3-vl-moe": "vllm",

@@ -20,7 +20,7 @@ from megatron_rl.megatron.model import live_parameters
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.shapes.published import shape_of
+from megatron_rl.shapes.published import presets, shape_of
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import config_of, save_model
 
@@ -29,22 +29,7 @@ pytestmark = pytest.mark.usefixtures("functions_load_once")
 WINDOW = 8
 LENGTHS = (3, WINDOW, WINDOW + 1, 37)
 """Rows that are shorter than the window, of its length, and longer."""
-PUBLISHED: dict[str, Any] = {
-    "model_type": "gemma4_text",
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 4,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 1024,
-    "use_bidirectional_attention": "vision",
-    "final_logit_softcapping": 30.0,
-}
+PUBLISHED = dict(presets()["gemma-4-31b"]["config"])
 """Sizes as published checkpoints of 31B write them."""
 
 
