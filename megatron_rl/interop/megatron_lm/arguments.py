@@ -146,10 +146,10 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
-    if shape.blocks:
-        return "layers of other blocks than attention and MLPs"
     if shape.post_norms:
         return "norms after attention and MLP"
+    if shape.blocks:
+        return "layers of other blocks than attention and MLPs"
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:

@@ -36,6 +36,13 @@ def _structure(reader: ConfigReader) -> Fields:
 
     layer_types = _layer_types(reader)
     sizes = _layer_sizes(reader, layer_types)
+    kv_heads_of_layers = sorted({kv_heads for _, kv_heads in sizes})
+    if any(reader.size("num_attention_heads") % kv_heads for kv_heads in kv_heads_of_layers):
+        reader.refuse(
+            "key-value heads of a layer serve different numbers of query heads",
+            "num_attention_heads",
+            f"a multiple of {' and '.join(map(str, kv_heads_of_layers))}, the key-value heads",
+        )
     blocks = []
     for layer_type, (head_dim, kv_heads) in zip(layer_types, sizes, strict=True):
         shares_keys = reader.flag("attention_k_eq_v") and layer_type == "full_attention"
