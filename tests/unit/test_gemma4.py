@@ -118,8 +118,9 @@ def test_parameters_of_the_published_sizes() -> None:
     [
         ({"hidden_size_per_layer_input": 16}, "per-layer embeddings"),
         ({"num_kv_shared_layers": 2}, "keys and values of an earlier layer"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
-        ({"num_experts": 4}, "num_experts"),
+        ({"enable_moe_block": True, "num_experts": 4}, "experts beside an MLP"),
+        ({"num_experts": 4}, "experts beside an MLP"),
+        ({"num_attention_heads": 3}, "different numbers of query heads"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"per_layer_config": {"1": {"intermediate_size": 32}}}, "differ in intermediate_size"),

@@ -14,8 +14,9 @@ _LAYER_KEYS = {"head_dim", "num_key_value_heads"}
 
 def _structure(reader: ConfigReader) -> Fields:
     # vLLM builds experts if num_experts is set at all, transformers if enable_moe_block is true.
-    reader.allow("enable_moe_block", False, None)
-    reader.allow("num_experts", None)
+    for key in ("enable_moe_block", "num_experts"):
+        if reader.get(key, False) is not False:
+            reader.refuse("experts beside an MLP, as 26B-A4B has them, are not supported", key, "null")
     if reader.flag("hidden_size_per_layer_input"):
         reader.refuse(
             "per-layer embeddings, as E2B and E4B have them, are not supported",
@@ -24,7 +25,8 @@ def _structure(reader: ConfigReader) -> Fields:
         )
     if reader.flag("num_kv_shared_layers"):
         reader.refuse(
-            "layers that attend to the keys and values of an earlier layer are not supported",
+            "layers that attend to the keys and values of an earlier layer, as E2B and E4B have them, "
+            "are not supported",
             "num_kv_shared_layers",
             "0",
         )
@@ -66,6 +68,11 @@ def _layer_types(reader: ConfigReader) -> list[str]:
     layer_types = reader.get("layer_types")
     if layer_types is None:
         layer_types = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)]
+    if len(layer_types) != layers:
+        reader.refuse(
+            f"the model has {layers} layers and another number of types", "layer_types", f"{layers} entries"
+        )
+        layer_types = ["full_attention"] * layers
     # transformers and vLLM change the last layer to full attention.
     return [*layer_types[: layers - 1], "full_attention"]
 
