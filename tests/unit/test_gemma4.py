@@ -140,7 +140,7 @@ def test_other_models_of_the_family_are_refused_by_name(
 
 
 def test_layouts_ask_every_kind_of_layer() -> None:
-    shape = shape_of({**PUBLISHED, "num_attention_heads": 24, "num_global_key_value_heads": 3}, "odd")
+    shape = shape_of({**PUBLISHED, "num_attention_heads": 48, "num_global_key_value_heads": 3}, "odd")
     for problems in (trainer_problems, engine_problems):
         (error,) = problems(shape, ParallelLayout(tuple(range(4)), tensor=4))
         assert "3 key-value heads" in str(error)
