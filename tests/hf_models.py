@@ -188,6 +188,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Layers with full attention have larger heads, of which there is one key-value head, without values.
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -334,6 +348,34 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FAMILIES["gemma3"][1],
         {"vision_config": SIGLIP_VISION, "mm_tokens_per_image": 1},
     ),
+    "gemma4-vision": (
+        "Gemma4",
+        FAMILIES["gemma4"][1],
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 8,
+            }
+        },
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {key: value for key, value in FAMILIES["gemma4"][1].items() if "per_layer" not in key},
+        {
+            "vision_config": {
+                "patch_size": 2,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 8,
+                "output_proj_dims": 32,
+            }
+        },
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
@@ -410,7 +452,7 @@ def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
     class_prefix, settings = FAMILIES[family]
     name = f"{class_prefix}Config"
-    if class_prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+    if class_prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"):
         name = f"{class_prefix}TextConfig"
     return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
@@ -436,7 +478,7 @@ def randomize(model: Any, seed: int) -> None:
                 continue
 
             # Norm weights stay near 1, so that activations keep their scale through the layers.
-            if "norm" in name:
+            if "norm" in name or name.endswith("layer_scalar"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             # Logits of attention sinks as large as scores, so that they take their part of the softmax.
             elif "sinks" in name:

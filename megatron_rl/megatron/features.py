@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.megatron.layers import cap_scores, scale_embeddings, scale_queries
+from megatron_rl.megatron.layers import cap_scores, scale_embeddings, scale_layers, scale_queries
 from megatron_rl.shapes.family import rope_parameters
 
 if TYPE_CHECKING:
@@ -31,9 +31,15 @@ def _cap_scores(chunk: Any, spec: ModelSpec) -> None:
         cap_scores(chunk, cap)
 
 
+def _scale_layers(chunk: Any, spec: ModelSpec) -> None:
+    """Multiply the output of each layer by a scalar of the checkpoint."""
+    scale_layers(chunk)
+
+
 FEATURES: Mapping[str, Callable[[Any, ModelSpec], None]] = {
     "scaled_embedding": _scale_embeddings,
     "scaled_queries": _scale_queries,
     "capped_scores": _cap_scores,
+    "scaled_layers": _scale_layers,
 }
 """The names of `Family.features`: each adds its feature to a new GPTModel chunk."""

@@ -825,16 +825,22 @@ def _scale_query(
     return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
-def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...], local_factor: float) -> None:
+def prepare_local_rotation(
+    layers: Iterable[Any], local_layers: tuple[int, ...], local_size: int, local_factor: float
+) -> None:
     """Make each of some layers use the local or the full rotary angles of `both_frequencies`.
 
-    ``local_layers`` have local angles, and are counted over the model. ``local_factor`` is their factor of
-    cos and sin; the config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
+    ``local_layers`` have local angles, and are counted over the model; ``local_size`` is the number of local
+    frequencies. ``local_factor`` is their factor of cos and sin; the config has the factor of the other
+    layers. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local_layers
-        hook = partial(_select_angles, 0 if is_local else 1)
+        frequencies = slice(local_size, None)
+        if is_local:
+            frequencies = slice(0, local_size)
+        hook = partial(_select_angles, frequencies)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
 
         if is_local:
@@ -842,6 +848,22 @@ def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...],
             attention.config = copy(attention.config)
             set_rotary_factor(attention.config, local_factor)
             attention._yarn_concentration_factor = local_factor
+
+
+def scale_layers(chunk: Any) -> None:
+    """Multiply the output of each layer of a GPTModel chunk by its buffer ``layer_scalar`` [1].
+
+    Source: transformers, `Gemma4TextDecoderLayer`.
+    """
+    for layer in chunk.decoder.layers:
+        scalar = torch.ones(1, dtype=chunk.config.params_dtype, device=device.device())
+        layer.register_buffer("layer_scalar", scalar)
+        layer.register_forward_hook(_scale_output)
+
+
+def _scale_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    hidden, context = output
+    return hidden * module.layer_scalar, context
 
 
 def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
@@ -869,18 +891,18 @@ def _scale(
 
 
 def _select_angles(
-    kind: int,
+    frequencies: slice,
     module: Any,
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
+    """Replace the rotary angles of both kinds of attention by the angles of some of ``frequencies``."""
     # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
     if isinstance(angles, tuple):
         angles = angles[0]
-    quarter = angles.shape[-1] // 4
-    selected = angles[..., kind * quarter : (kind + 1) * quarter]
+    half = angles.shape[-1] // 2
+    selected = angles[..., :half][..., frequencies]
     return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
 
 

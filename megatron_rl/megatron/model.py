@@ -49,6 +49,7 @@ from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows,
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import plain_experts_error
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
@@ -67,14 +68,14 @@ class Chunked(Protocol):
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
-    Biases that balance the load of experts are buffers in Megatron, but weights in the checkpoint.
+    Some weights are buffers (`is_buffer`), such as the biases that balance the load of experts.
     """
     weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
         parameters = chunk.named_parameters()
         weights |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
         buffers = chunk.named_buffers()
-        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
+        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if is_buffer(name)}
     return weights
 
 

@@ -44,14 +44,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's part of one parameter, and the groups of attention heads that order its rows."""
+    """A rank's part of one parameter."""
 
     index: int
     """Index of the rank among the ranks that shard the parameter."""
     count: int
     """Number of ranks that shard the parameter."""
-    groups: int
-    """Number of groups of attention heads with one key and one value."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,12 @@ def _copy_query_key_value(
     """Interleave rows by group: a group's queries, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
-    group_sizes = [source.count // cut.groups for source in sources]
+    groups = sources[0].source.heads
+    group_sizes = [source.count // groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
-    for group in range(cut.groups):
+    for group in range(groups):
         for source, size in zip(sources, group_sizes, strict=True):
             # Overlap of these rows with the target's.
             low = max(position, target_begin)
@@ -212,8 +211,8 @@ def import_parameters(
     """
     # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
-    dense_cut = _Cut(shard.tensor, shard.tensor_size, shape.kv_heads)
-    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, shape.kv_heads)
+    dense_cut = _Cut(shard.tensor, shard.tensor_size)
+    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size)
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.

@@ -53,7 +53,7 @@ def transformer_settings(
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.value_dim,
+        "kv_channels": shape.v_head_dim or shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "gated_linear_unit": shape.gated,

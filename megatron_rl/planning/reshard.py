@@ -197,7 +197,7 @@ def engine_layout(
         for tensor_spec in model.tensors():
             name = tensor_spec.name
             source = tensor_spec.source
-            cut = engine_slice(source, tensor_rank, tensor, model.shape.kv_heads)
+            cut = engine_slice(source, tensor_rank, tensor)
             if whole_experts and tensor_spec.expert is not None:
                 # An expert is complete on one rank of the replica, and absent on the others.
                 cut = Slice(0, 0, 0)

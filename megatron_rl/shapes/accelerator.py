@@ -93,14 +93,22 @@ class AcceleratedRole:
         if self.shape.sinks:
             return "torch"
 
+        # Sizes of keys and values of each kind of attention in the model.
+        shape = self.shape
+        head_sizes = [
+            (mixer.key_size(shape), mixer.value_size(shape))
+            for mixer in shape.mixers
+            if mixer.key_value_heads(shape)
+        ]
+        sizes = [size for heads in head_sizes for size in heads]
+
         # The last entry that applies to this capability.
-        heads = (self.shape.qk_dim, self.shape.value_dim)
         max_head = 0
         for capability, size in _LARGEST_FUSED_HEAD.items():
             if capability <= self.capability:
                 max_head = size
-        has_kernel = max(heads) <= max_head
-        if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
+        has_kernel = max(sizes, default=0) <= max_head
+        if head_sizes == [_LATENT_HEADS] and HOPPER <= self.capability < 120:
             has_kernel = True
 
         # cuDNN's backward pass has a deterministic kernel only for Hopper.
@@ -108,7 +116,7 @@ class AcceleratedRole:
             has_kernel = False
 
         # cuDNN's kernels need heads whose size is a multiple of 8.
-        if has_kernel and not any(size % 8 for size in heads):
+        if has_kernel and not any(size % 8 for size in sizes):
             return "fused"
         if self.capability < HOPPER and self.has_flash_attention:
             return "flash"

@@ -141,6 +141,8 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
+    rope_types: Sequence[str] = ()
+    """Types of rotary scaling beyond `ROPE_TYPES`."""
     features: Sequence[str] = ()
     """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
@@ -183,12 +185,13 @@ class Family:
             reader.refuse(
                 f"the activation {activation!r} is not supported", "hidden_act", ", ".join(ACTIVATIONS)
             )
-        unsupported = sorted(set(rope_types(config)) - set(ROPE_TYPES))
+        supported = (*ROPE_TYPES, *self.rope_types)
+        unsupported = sorted(set(rope_types(config)) - set(supported))
         if unsupported:
             reader.refuse(
                 f"RoPE scaling of type {unsupported[0]!r} is not supported",
                 "rope_parameters",
-                ", ".join(ROPE_TYPES),
+                ", ".join(supported),
             )
 
         # Later entries take precedence: a family's own structure overrides the common reading.
@@ -267,13 +270,21 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
     return parameters.get(layer_type, parameters)
 
 
-def rotary_fraction(config: Mapping[str, Any]) -> float:
-    """Return the fraction of each head, its first dimensions, to which rotary angles apply."""
+def rotary_fraction(config: Mapping[str, Any], layer_type: str = "full_attention") -> float:
+    """Return the fraction of each head, its first dimensions, to which rotary angles apply.
+
+    ``layer_type`` is the type of layer, if these have separate rotary parameters.
+    """
+    parameters = rope_parameters(config, layer_type)
+    # The angles of the other dimensions are zero, so that all of a head rotates.
+    if parameters.get("rope_type") == "proportional":
+        return 1.0
+
     fallback = config.get("partial_rotary_factor", 1.0)
     # MiniMax-M2 is published with the number of dimensions instead.
     if config.get("rotary_dim") and config.get("head_dim"):
         fallback = config["rotary_dim"] / config["head_dim"]
-    return float(rope_parameters(config).get("partial_rotary_factor", fallback))
+    return float(parameters.get("partial_rotary_factor", fallback))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
@@ -398,7 +409,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
             "linear_num_value_heads",
             f"a multiple of linear_num_key_heads, {fields['linear_k_heads']}",
         )
-    return {**fields, "qk_norm": True, "output_gate": True}
+    return {**fields, "qk_norm": True, "output_gate": True, "centered_norms": True}
 
 
 def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
@@ -499,7 +510,7 @@ def biased_router() -> Fields:
 def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "post_norms": True}
+    return {**attention_bias(reader), "post_norms": True, "centered_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:

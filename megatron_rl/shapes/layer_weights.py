@@ -21,6 +21,12 @@ OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
 """Scalar head, which returns one number per token instead of a distribution."""
 
+BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
+"""Last parts of the names, in Megatron and in transformers, of weights that modules have as buffers.
+
+No optimizer updates them. They are loaded, synced, saved and exported as parameters are.
+"""
+
 Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
 
@@ -63,6 +69,10 @@ class Source:
     """Number of equal runs of rows that make up the source, in a tensor that interleaves sources by head."""
     pitch: int = 0
     """Rows from the start of one run to the start of the next."""
+    heads: int = 0
+    """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
+    engine_copies: int = 1
+    """Times that vLLM stores the tensor: 2 for keys that are values too."""
 
     @property
     def elements(self) -> int:
@@ -118,9 +128,19 @@ class Weight:
     """The parameter exists once per routed expert."""
 
     @property
+    def is_buffer(self) -> bool:
+        """Return whether the weight is a buffer of its module, which no optimizer updates."""
+        return is_buffer(self.name)
+
+    @property
     def elements(self) -> int:
         """Return the number of elements before any sharding."""
         return sum(source.elements for source in self.sources)
+
+    @property
+    def groups(self) -> int:
+        """Return the key-value groups that interleave the rows of a ``query_key_value`` parameter."""
+        return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:
         """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""
@@ -138,10 +158,22 @@ class Weight:
         return (rows // shards, *trailing)
 
 
+def is_buffer(name: str) -> bool:
+    """Return whether a weight, by its name in Megatron or transformers, is one of `BUFFERS`.
+
+    >>> is_buffer("decoder.layers.0.layer_scalar"), is_buffer("decoder.layers.0.mlp.linear_fc1.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in BUFFERS
+
+
 def layer_weights(shape: ModelShape, block: Block) -> tuple[Weight, ...]:
     """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
     norms = _norms(shape, block.mixer.first_projection)
-    return (*norms, *block.mixer.weights(shape), *block.feed_forward.weights(shape))
+    scalars: tuple[Weight, ...] = ()
+    if shape.layer_scalars:
+        scalars = (Weight("layer_scalar", "whole", (Source("layer_scalar", (1,)),)),)
+    return (*norms, *block.mixer.weights(shape), *block.feed_forward.weights(shape), *scalars)
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:

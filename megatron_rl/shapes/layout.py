@@ -619,14 +619,15 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return the errors of a model in the layout of the rollout engine."""
     errors = _head_problems(shape, layout)
-    if shape.sinks and layout.tensor > shape.kv_heads:
+    kv_heads = min(mixer.key_value_heads(shape) for mixer in shape.mixers)
+    if shape.sinks and layout.tensor > kv_heads:
         # Its model has no key-value head left for a rank (seen in vLLM 0.32).
         key = f"{layout.path}.tensor"
         errors.append(
             UserError(
                 "vLLM computes attention with sinks on at most one rank for each key-value head",
                 where=key,
-                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+                expected=f"at most {kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
                 fix=f"set {key} to {shape.best_tensor(layout.tensor)}",
             )
@@ -666,8 +667,10 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
                 return [_indivisible(heads, noun, tensor, tensor_key, tensor_fix)]
 
     # With fewer key-value heads than ranks, equally many ranks must share each head.
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        return [_indivisible(shape.kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
+    for mixer in shape.mixers:
+        kv_heads = mixer.key_value_heads(shape)
+        if kv_heads and kv_heads % tensor and tensor % kv_heads:
+            return [_indivisible(kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
     return []
 
 

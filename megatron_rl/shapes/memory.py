@@ -71,9 +71,11 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     ``expert`` is the number of ranks over which routed experts are distributed, if larger than ``tensor``.
     """
     # With fewer key-value heads than ranks, each head has equally many copies.
-    copies = max(1, tensor // shape.kv_heads)
     replicated = shape.replicated_parameters
-    sharded = shape.layer_dense_total - replicated + shape.key_value_parameters * (copies - 1)
+    sharded = shape.layer_dense_total - replicated
+    for (heads, stored), parameters in shape.key_value_parameters.items():
+        copies = stored * max(1, tensor // heads)
+        sharded += parameters * (copies - 1)
     layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 
     # Embedding and output layer, unless they share their parameters.

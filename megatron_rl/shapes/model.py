@@ -44,9 +44,10 @@ class ModelShape:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key-value heads."""
+    """Key-value heads of layers whose block has no separate number (`Mixer.key_value_heads`)."""
     head_dim: int
-    """Size of a head of queries, keys and values; not used by latent attention."""
+    """Size of a head of queries, keys and values, likewise (`Mixer.key_size`); not used by latent
+    attention."""
     mlp_width: int
     """Width of a dense MLP."""
     vocab: int
@@ -65,6 +66,8 @@ class ModelShape:
     """Norms precede attention and MLP."""
     post_norms: bool = False
     """Norms follow attention and MLP, before their outputs are added to the residual stream."""
+    centered_norms: bool = False
+    """The weights of norms are stored as their difference from 1, and multiply in float32."""
     qkv_bias: bool = False
     """The projections of queries, keys and values have biases."""
     output_bias: bool = False
@@ -75,6 +78,8 @@ class ModelShape:
     """Queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
     """The norms of queries and keys are over all heads together."""
+    layer_scalars: bool = False
+    """The output of each layer is multiplied by a scalar, which is not trained."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
@@ -147,20 +152,6 @@ class ModelShape:
         return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
 
     @property
-    def qk_dim(self) -> int:
-        """Return the size of one head's query and key."""
-        if self.mla:
-            return self.qk_nope + self.qk_rope
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Return the size of one head's value."""
-        if self.mla:
-            return self.v_head_dim
-        return self.head_dim
-
-    @property
     def linear_k_head_dim(self) -> int:
         """Return the size of a delta net's key head, 0 without delta nets."""
         return self.linear_qk // max(1, self.linear_k_heads)
@@ -185,7 +176,8 @@ class ModelShape:
     def best_tensor(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
-        common = math.gcd(self.heads, self.kv_heads, self.mlp_width, *further_heads)
+        further_heads += [mixer.key_value_heads(self) for mixer in self.mixers]
+        common = math.gcd(self.heads, self.mlp_width, *further_heads)
         return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
 
     # Blocks: the rest of this class sums over them.
@@ -338,9 +330,24 @@ class ModelShape:
         return self._count_elements(False)
 
     @cached_property
-    def key_value_parameters(self) -> int:
-        """Count the parameters of all key-value heads, which an engine of more ranks replicates."""
-        return self._count_elements(False, "heads")
+    def key_value_parameters(self) -> Counter[tuple[int, int]]:
+        """The parameters of all key-value heads, which an engine of more ranks replicates.
+
+        Keys are the key-value heads of a layer and the times that vLLM stores the tensor (`engine_copies`).
+        """
+        parameters: Counter[tuple[int, int]] = Counter()
+        for block, count in self._block_counts.items():
+            for weight in self._weights[block]:
+                for source in weight.sources:
+                    if source.engine == "heads":
+                        parameters[source.heads, source.engine_copies] += count * source.elements
+        return parameters
+
+    @cached_property
+    def query_width(self) -> float:
+        """Return the mean width of a layer's queries, of all heads together."""
+        widths = sum(count * mixer.query_width(self) for mixer, count in self.mixers.items())
+        return widths / self.layers
 
     @cached_property
     def replicated_parameters(self) -> int:

@@ -24,7 +24,7 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a separate one."""
 _CARRIED = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
-    "embed_vision.", "mtp.",
+    "embed_vision.", "vision_embedder.", "mtp.",
 )  # fmt: skip
 """Prefixes, with or without ``model.``, of the names of tensors outside of the language model.
 
@@ -46,6 +46,8 @@ class Multimodal:
     """The transformers class of the whole model."""
     language_models: Mapping[str, str]
     """``model_type`` of its ``text_config`` -> that of the family in the table."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the language model's config.json that differ from those of the family."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of the language model's config.json that its class sets over those of the file."""
     transposed_experts: bool = False
@@ -54,6 +56,19 @@ class Multimodal:
 
 _KINDS = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+    Multimodal("Gemma 4", "gemma4", "Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
+    Multimodal(
+        "Gemma 4 without encoders",
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        {"gemma4_unified_text": "gemma4_text"},
+        # Its language model has no per-layer embeddings and no experts, and no keys for them.
+        defaults={
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+        },
+    ),
     Multimodal(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         "mistral3",
@@ -150,6 +165,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     family = FAMILIES[kind.language_models[_language_type(config, kind)]]
     result = {
+        **kind.defaults,
         **inherited,
         **explicit,
         **kind.fixed,

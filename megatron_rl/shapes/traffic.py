@@ -38,14 +38,14 @@ class Slice(NamedTuple):
     stop: int
 
 
-def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tuple[Slice, ...]:
+def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     """Return the slice of each source of a Megatron parameter on one of ``ranks`` tensor-parallel ranks.
 
     ``latent`` parameters are sharded, as in Megatron's own layers.
     """
     if weight.cut == "query_key_value":
-        group_rows = [source.shape[0] // kv_heads for source in weight.sources]
-        return _interleaved(group_rows, kv_heads, rank, ranks)
+        group_rows = [source.shape[0] // weight.groups for source in weight.sources]
+        return _interleaved(group_rows, weight.groups, rank, ranks)
 
     # Replicated parameters are complete on every rank.
     if weight.cut in _REPLICATED:
@@ -85,7 +85,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
     return tuple(slices)
 
 
-def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) -> Slice:
+def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
     """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
 
@@ -97,9 +97,9 @@ def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) ->
     if source.engine == "vocabulary":
         return Slice(0, *_padded_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
 
-    if source.engine == "heads" and kv_heads < replica_size:
+    if source.engine == "heads" and source.heads < replica_size:
         # Consecutive ranks hold copies of one head.
-        return Slice(0, *_share(size, rank * kv_heads // replica_size, kv_heads))
+        return Slice(0, *_share(size, rank * source.heads // replica_size, source.heads))
     return Slice(0, *_share(size, rank, replica_size))
 
 
@@ -476,18 +476,17 @@ class _Engine:
     def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
         """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
         engine_ranks = self.replica_size
-        kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
         # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
         for weight in weights:
-            slices = [trainer_slices(weight, rank, trainer_ranks, kv_heads) for rank in range(trainer_ranks)]
+            slices = [trainer_slices(weight, rank, trainer_ranks) for rank in range(trainer_ranks)]
             for number, source in enumerate(weight.sources):
                 itemsize = self.itemsize
                 if source.float32:
                     itemsize = 4
                 for engine_rank in range(engine_ranks):
-                    target = engine_slice(source, engine_rank, engine_ranks, kv_heads)
+                    target = engine_slice(source, engine_rank, engine_ranks)
                     for rank in range(trainer_ranks):
                         elements = _common_elements(source, slices[rank][number], target)
                         result[rank][engine_rank] += itemsize * elements

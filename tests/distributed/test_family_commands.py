@@ -63,6 +63,8 @@ def sizes(family: str) -> dict[str, Any]:
         return LATENT
     if family == "gpt-oss":
         return {"head_dim": 32, "intermediate_size": 128}
+    if family == "gemma4":
+        return {"head_dim": 32, "global_head_dim": 64}
     if family in ("phi3", "qwen2", "smollm3", "olmo2", "olmo3"):
         return {"hidden_size": 128}
     return {"head_dim": 32}
@@ -154,6 +156,7 @@ def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Pa
     """The language model is trained; the export has the rest as it was, and `check` takes it again."""
     engines = {
         "gemma3-vision": "vllm",
+        "gemma4-vision": "vllm",
         "ministral3-vision": "vllm",
         "qwen2-5-vl": "vllm",
         "qwen3-vl-moe": "vllm",

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2-tied": ({"pipeline": 2, **SELECTIVE}, {"tensor": 2}),
     "phi3": ({"tensor": 2, **SP},),
     "gemma2": ({"tensor": 2, **SP},),
+    "gemma4": ({"tensor": 4, **SP},),  # ranks share key-value heads, some of which are values too
     "qwen3-moe": (
         {"tensor": 2, **SP}, {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP, **FULL},
         {"pipeline": 2, "expert": 2, **VPP, "budget": NARROW},

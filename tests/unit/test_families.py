@@ -24,6 +24,7 @@ from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.family import DEFAULTS, rotary_fraction
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import family_of, read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
@@ -32,12 +33,11 @@ from tests.hf_models import FAMILIES, as_kimi_k2, config_of, save_model, use_eps
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
-ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that transformers keeps as a buffer
 
 
 def parameters(model) -> int:
     """Count the weights of a transformers model, tied ones once."""
-    buffers = sum(value.numel() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS))
+    buffers = sum(value.numel() for name, value in model.named_buffers() if is_buffer(name))
     trained = [value for name, value in model.named_parameters() if ".indexer." not in name]
     return buffers + sum(parameter.numel() for parameter in trained)
 

@@ -299,12 +299,17 @@ def host_engine_errors(
                 got=str(latent_size),
                 fix=fix,
             )
-    elif shape.head_dim not in capabilities.host_head_sizes:
+        return
+
+    head_sizes = sorted({mixer.key_size(shape) for mixer in shape.mixers if mixer.key_value_heads(shape)})
+    for head_size in head_sizes:
+        if head_size in capabilities.host_head_sizes:
+            continue
         sizes = [str(size) for size in capabilities.host_head_sizes]
         yield UserError(
             "vLLM's attention has no kernel for this model on a machine without an accelerator",
             where="rollout.engine",
             expected=f"a head size of {join_names(sizes, len(sizes))}",
-            got=f"head size {shape.head_dim}",
+            got=f"head size {head_size}",
             fix=fix,
         )

@@ -122,7 +122,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
             yield _error(file, key, f"at most {maximum}", count)
     yield from _head_errors(config, file)
     yield from _layer_type_errors(config, file)
-    yield from _rope_errors(config, file)
+    yield from _rope_errors(config, family, file)
 
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
@@ -215,7 +215,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 
 
-def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors for rotary positions, given for all layers or for each type of layer."""
     # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
@@ -231,7 +231,7 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
     for rope in by_layer_type or [parameters]:
         if isinstance(rope, dict):
-            yield from _rope_value_errors(rope, config, file, key)
+            yield from _rope_value_errors(rope, config, family, file, key)
         else:
             yield _error(file, key, "an object for each kind of layer", rope)
 
@@ -239,14 +239,16 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
 def _rope_value_errors(
     rope: Mapping[str, Any],
     config: Mapping[str, Any],
+    family: Family,
     file: Path,
     key: str,
 ) -> Iterator[UserError]:
     """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
     # Before version 5, transformers wrote the type as "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
+    supported = (*ROPE_TYPES, *family.rope_types)
+    if rope_type not in supported:
+        yield _error(file, key, f"a rope_type among {', '.join(supported)}", rope_type)
         return
 
     numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}

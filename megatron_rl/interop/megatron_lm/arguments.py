@@ -75,7 +75,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "group_query_attention": is_grouped,
         "num_query_groups": query_groups,
-        "kv_channels": shape.value_dim,
+        "kv_channels": shape.v_head_dim or shape.head_dim,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
         "untie_embeddings_and_output_weights": not shape.tied,
@@ -146,10 +146,10 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
-    if shape.blocks:
-        return "layers of other blocks than attention and MLPs"
     if shape.post_norms:
         return "norms after attention and MLP"
+    if shape.blocks:
+        return "layers of other blocks than attention and MLPs"
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:

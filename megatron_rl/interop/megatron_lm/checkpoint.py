@@ -32,7 +32,7 @@ from megatron_rl.interop.megatron_lm.pickles import (
     read_common,
     read_tensors,
 )
-from megatron_rl.shapes.layer_weights import Weight, outer_weights
+from megatron_rl.shapes.layer_weights import Weight, is_buffer, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
@@ -90,11 +90,11 @@ class MegatronCheckpoint:
     def state(self, name: str) -> MegatronCheckpoint:
         """Return the checkpoint with an optimizer state, such as ``exp_avg``, in place of the weights.
 
-        The router's load-balancing biases are retained, since no optimizer updates them.
+        Buffers are retained, such as the router's load-balancing biases, since no optimizer updates them.
         """
         tensors: dict[str, StoredTensor] = {}
         for key, tensor in self.tensors.items():
-            if key.endswith("expert_bias"):
+            if is_buffer(key):
                 tensors[key] = tensor
         return replace(self, tensors=tensors | dict(self.states[name]))
 

@@ -257,9 +257,8 @@ def _chunk(
     for layer in layers:
         parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            # The router's expert biases are buffers of the module, not parameters.
-            is_buffer = weight.name.endswith("expert_bias")
-            if weight.expert in expert_flags and not is_buffer:
+            # Buffers of modules, such as the router's expert biases, have no gradients.
+            if weight.expert in expert_flags and not weight.is_buffer:
                 parameters += _layer_parameters(model, layer, weight, shard)
         parameters.sort(key=lambda item: item[0])
         decoder += [parameter for _, parameter in parameters]

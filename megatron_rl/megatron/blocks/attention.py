@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.megatron.blocks.builder import BlockBuilder
+from megatron_rl.megatron.blocks.builder import BlockBuilder, LayerOptions
 from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group, prepare_local_rotation
 from megatron_rl.megatron.norms import replace_query_key_norms
+from megatron_rl.megatron.separate_attention import separate_attention_spec
 from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -24,6 +25,12 @@ class AttentionBuilder(BlockBuilder[Attention]):
         if shape.kv_heads < layout.tensor:
             allow_shared_heads()
 
+    def layer_spec(self, layer: Any, kind: Attention, options: LayerOptions) -> Any:
+        """Return Megatron's own attention, or one with the head size of this layer."""
+        if not kind.head_dim:
+            return layer
+        return separate_attention_spec(layer, kind)
+
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
         """Bind shared heads to the role's own group; add norms over all heads and local rotary angles."""
         shape = spec.model.shape
@@ -35,7 +42,9 @@ class AttentionBuilder(BlockBuilder[Attention]):
             replace_query_key_norms(layers)
         # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
         if "full_attention" in spec.hf_config.rope_parameters:
-            prepare_local_rotation(layers, shape.sliding_layers, spec.local_rotary_factor)
+            prepare_local_rotation(
+                layers, shape.sliding_layers, spec.local_frequencies, spec.local_rotary_factor
+            )
 
 
 BUILDER = AttentionBuilder()

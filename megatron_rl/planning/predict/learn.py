@@ -181,7 +181,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
         bytes_per_inner = 6.0
 
     # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism the norms.
-    sharded_bytes = 8.0 * model.heads * model.head_dim
+    sharded_bytes = 8.0 * model.query_width
     sharded_bytes += bytes_per_inner * inner_width
     sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_share
     return 24.0 * model.hidden / token_shards + sharded_bytes / tensor
@@ -267,7 +267,7 @@ def layer_seconds(
         inner_width = model.mlp_width
 
     # Assume the rate of the narrowest product for all products of the layer.
-    width = min(model.heads * model.head_dim, inner_width)
+    width = min(model.query_width, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
     dense = tokens * dense_flops / model.layers / layout.tensor / dense_rate
 

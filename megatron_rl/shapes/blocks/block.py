@@ -55,9 +55,8 @@ class LocalLayer:
 
         ``output`` is false if no later layer saves the output.
         """
-        # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
-        if self.shape.pre_norms and self.shape.post_norms:
+        if self.shape.centered_norms:
             normalised = self.float32_elements
         return width * (self.float32_elements + normalised + output)
 
@@ -101,6 +100,22 @@ class Mixer(ABC):
 
         The residual stream and the mixer's input are not counted.
         """
+
+    def key_value_heads(self, shape: ModelShape) -> int:
+        """Return the heads of keys and values; 0 for a mixer without keys and values of each token."""
+        return 0
+
+    def key_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's query and key; 0 for a mixer without keys of each token."""
+        return 0
+
+    def value_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's value; 0 for a mixer without values of each token."""
+        return 0
+
+    def query_width(self, shape: ModelShape) -> int:
+        """Return the width of the queries of all heads, by which the planner estimates kernels."""
+        return shape.heads * shape.head_dim
 
     def flops_per_key(self, shape: ModelShape) -> int:
         """Return the forward FLOPs of one token per key that it attends to, without those of projections."""

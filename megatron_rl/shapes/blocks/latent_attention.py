@@ -23,9 +23,21 @@ class LatentAttention(Mixer):
     noun: ClassVar[str] = "layers of latent attention"
     config_class: ClassVar[str] = "MLATransformerConfig"
 
+    def key_value_heads(self, shape: ModelShape) -> int:
+        """Return the attention heads: every head has a separate key and value once the latent is expanded."""
+        return shape.heads
+
+    def key_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's query and key, with and without rotary positions together."""
+        return shape.qk_nope + shape.qk_rope
+
+    def value_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's value."""
+        return shape.v_head_dim
+
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the projections down to latents and up to heads, their norms, and the output projection."""
-        query_rows = shape.heads * shape.qk_dim
+        query_rows = shape.heads * self.key_size(shape)
         latent = shape.kv_lora
 
         # Queries: one projection, or down to a latent and up again.
@@ -61,25 +73,25 @@ class LatentAttention(Mixer):
         shape = layer.shape
         heads = shape.heads / layer.tensor
         if layer.fused:
-            core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
+            core = heads * (2 * self.key_size(shape) + shape.qk_nope + 2 * shape.v_head_dim)
             return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
         # Queries, keys, values and output, and one float32 number; or only the inputs.
-        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
+        core = 2 * heads * (self.key_size(shape) + shape.v_head_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
-            core = heads * (2 * shape.qk_dim + shape.v_head_dim)
-        output = heads * shape.value_dim
+            core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
+        output = heads * shape.v_head_dim
         latent_norms = layer.plain_norm(shape.q_lora + shape.kv_lora) / layer.token_shards
         return core + output + 4 * shape.qk_rope + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
         """Count queries, keys and values, and copies of them with the tokens of a row together."""
         shape = layer.shape
-        return shape.heads / layer.tensor * (4 * shape.qk_dim + 3 * shape.v_head_dim)
+        return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
         """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
-        return 2 * shape.heads * (shape.qk_dim + shape.value_dim)
+        return 2 * shape.heads * (self.key_size(shape) + shape.v_head_dim)
 
     def cache_elements(self, shape: ModelShape) -> int:
         """Count the latent and the rotary key that all heads share."""
@@ -91,7 +103,7 @@ class LatentAttention(Mixer):
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
         """Count queries, outputs, keys and values: every head has separate ones."""
-        return 2 * shape.heads / tensor * (shape.qk_dim + shape.value_dim)
+        return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
         """Count the latent and the rotary key."""

@@ -28,6 +28,7 @@ from megatron_rl.rollout.sampling import (
 from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.fused_experts import expert_tensors
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -236,10 +237,7 @@ class TorchEngine:
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by transformers' name, with the biases that balance experts.
-
-        In transformers these biases are buffers, but checkpoints have them as tensors.
-        """
+        """Return the model's weights by transformers' name, buffers among them (`is_buffer`)."""
         if self._model is None:
             return {}
 
@@ -247,7 +245,7 @@ class TorchEngine:
         for name, parameter in self._model.named_parameters():
             storages[name] = parameter.data
         for name, buffer in self._model.named_buffers():
-            if name.endswith(".e_score_correction_bias"):
+            if is_buffer(name):
                 storages[name] = buffer
 
         return storages

@@ -26,6 +26,7 @@ from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.fused_experts import stored_shapes
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import boxes_of_experts, check_coverage
@@ -261,7 +262,7 @@ def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequen
 
 
 def model_parameters(model: Any) -> dict[str, Tensor]:
-    """Return the live parameters of a vLLM model by name; a tied one appears once.
+    """Return the live weights of a vLLM model by name; a tied one appears once.
 
     Tensors that latent attention derives from its weights after loading are omitted: vLLM registers them as
     parameters, but no checkpoint has them.
@@ -272,7 +273,12 @@ def model_parameters(model: Any) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         if isinstance(module, MLAAttention):
             derived.update(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
-    return {name: parameter.data for name, parameter in model.named_parameters() if name not in derived}
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name not in derived:
+            weights[name] = parameter.data
+    # Weights that vLLM registers as buffers.
+    return weights | {name: buffer for name, buffer in model.named_buffers() if is_buffer(name)}
 
 
 @torch.no_grad()
