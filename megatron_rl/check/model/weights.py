@@ -26,19 +26,20 @@ from megatron_rl.shapes.pretrained import (
     weight_files,
 )
 from megatron_rl.shapes.quantized import (
+    BYTES,
     FP8,
-    SCALE_DTYPES,
     Quantization,
     has_mxfp4_scales,
     is_activation_scale,
+    is_one_number,
     mxfp4_error,
+    nvfp4_error,
     scale_shape_error,
     scales_by_weight,
+    tensor_scales_by_weight,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_BYTES = "U8"
-"""dtype of blocks and scales in mxfp4."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes; safetensors itself refuses longer ones."""
@@ -307,7 +308,7 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
         if not name.endswith(BLOCKS):
             continue
         scales = stored.get(name.removesuffix(BLOCKS) + SCALES)
-        if quantization is None or {tensor.dtype, scales.dtype if scales else _BYTES} != {_BYTES}:
+        if quantization is None or {tensor.dtype, scales.dtype if scales else BYTES} != {BYTES}:
             return [_quantised_error(tensor.file.parent, [name], tensor.dtype)]
         scales_shape = scales.shape if scales else None
         if not has_mxfp4_scales(tensor.shape, scales_shape):
@@ -334,10 +335,13 @@ def _read_scales(
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
-    An 8-bit weight with scales is float32 in the result, and its scales are left out.
+    A weight of 8 or 4 bits with scales is float32 in the result, and its scales are left out.
     """
     scales_of = scales_by_weight(stored)
-    scale_names = set(scales_of.values())
+    tensor_scales: dict[str, str] = {}
+    if quantization.has_tensor_scales:
+        tensor_scales = tensor_scales_by_weight(stored)
+    scale_names = {*scales_of.values(), *tensor_scales.values()}
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if name in scale_names or is_activation_scale(name):
@@ -347,16 +351,25 @@ def _read_scales(
         if scales is None:
             tensors[name] = tensor
             continue
-        if tensor.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+        if not quantization.has_dtypes(tensor.dtype, scales.dtype):
             # Scales of an unquantised weight are unexpected tensors.
             tensors[name] = tensor
             tensors[scales_of[name]] = scales
             continue
 
-        if quantization.block_of(tensor.shape, scales.shape) is None:
-            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, tensor.shape)
+        shape = tensor.shape
+        if quantization.has_tensor_scales:
+            # A byte contains two numbers.
+            shape = (*shape[:-1], 2 * shape[-1])
+            tensor_scale = stored.get(tensor_scales.get(name, ""))
+            if tensor_scale is None or not is_one_number(tensor_scale.shape):
+                scale_shape = tensor_scale.shape if tensor_scale else None
+                return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
+
+        if quantization.block_of(shape, scales.shape) is None:
+            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, shape)
             return tensors, [error]
-        tensors[name] = replace(tensor, dtype="F32")
+        tensors[name] = replace(tensor, shape=shape, dtype="F32")
     return tensors, []
 
 
