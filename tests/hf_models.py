@@ -538,7 +538,7 @@ def as_modelopt(path: Path, algorithm: str, *, in_config: bool) -> None:
         if algorithm == "NVFP4":
             stored |= {name + end: tensor for end, tensor in in_nvfp4(weight).items()}
         else:
-            stored[name], scales = in_eight_bits(weight, tuple(weight.shape))
+            stored[name], scales = in_eight_bits(weight, (weight.shape[0], weight.shape[1]))
             stored[f"{name}_scale"] = scales.reshape(())
         module = name.removesuffix("weight")
         stored[f"{module}input_scale"] = torch.tensor(0.25)

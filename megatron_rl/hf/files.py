@@ -19,8 +19,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.quantized import dequantize, dequantize_blocks, unpack_numbers
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE
-from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
-from megatron_rl.shapes.multimodal import language_config, language_name, multimodal_of, tensor_locations
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, FusedExperts, TensorLocation, locate_tensors
+from megatron_rl.shapes.multimodal import language_config, language_model_names, multimodal_of
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -94,32 +94,27 @@ class CheckpointFiles:
             config = read_config(config_file)
         language_model = language_config(config)
 
-        # Name -> location in the stored tensors, by default the complete tensor of the same name.
-        self._locations: dict[str, TensorLocation] = {}
-        for name in self._file_of:
-            self._locations[name] = TensorLocation(name)
-
+        # Name in a checkpoint of the language model -> stored name.
+        self._stored_names: dict[str, str] = {name: name for name in self._file_of}
         kind = multimodal_of(config)
         self.is_multimodal = kind is not None
-        self.exports_transposed_experts = kind is not None and kind.transposed_experts
         if kind is not None:
-            hidden = language_model["hidden_size"]
-            self._locations = tensor_locations(self._file_of, self._stored_shape, hidden)
+            self._stored_names = language_model_names(self._file_of)
 
-        # Some families stack all experts of a layer in one tensor.
-        model_type = str(language_model.get("model_type"))
-        family = BY_MODEL_TYPE.get(model_type)
-        if family is not None and family.interleaved_experts:
-            self._locations = {}
-            for name in self._file_of:
-                self._locations |= expert_tensors(name, self._stored_shape(name))
+        # How experts are stored, here and in an export of a model that was read from here.
+        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+        form = family.fused_experts if family is not None else None
+        self.export_form: FusedExperts | None = form if kind is None else kind.fused_experts
 
-        # Tensors of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
-        self._stored_experts: dict[str, str] = {}
-        if self.exports_transposed_experts:
-            self._stored_experts = {language_name(name): name for name in self._file_of}
+        # Name -> location in the stored tensors.
+        hidden = language_model.get("hidden_size")
+        self._locations: dict[str, TensorLocation] = {}
+        if isinstance(hidden, int):
+            self._locations = locate_tensors(self._stored_names, self._stored_shape, form, hidden)
+        else:
+            self._locations = {name: TensorLocation(stored) for name, stored in self._stored_names.items()}
 
-        # Name of a weight -> name of its scales, and of the scale of the whole tensor, if it has a second one.
+        # Name of a weight -> name of its scales, and of a second scale of the whole tensor.
         self._scales: dict[str, str] = {}
         self._tensor_scales: dict[str, str] = {}
         self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
@@ -210,7 +205,7 @@ class CheckpointFiles:
         """
         location = self._locations.get(name)
         if location is None:
-            return self._stored_experts.get(name, name)
+            return self._stored_names.get(name, name)
         if location.expert is None:
             return location.name
 

@@ -14,7 +14,6 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, nearest, raise_errors
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
-from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_config, multimodal_of
@@ -110,16 +109,6 @@ class PretrainedModel:
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
-
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor as the family's checkpoints store them, in order.
-
-        They differ from `tensor_shapes` where the experts of a layer are stored in one tensor.
-        """
-        shapes = self.tensor_shapes()
-        if self.family.interleaved_experts:
-            return stored_shapes(shapes)
-        return shapes
 
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import refusals, workspace  # noqa: F401
 from test_gpt_oss import number
+from test_hf_logits import build
 from torch import Tensor
 
 from megatron_rl.check.configuration import check_config
@@ -26,7 +27,6 @@ from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.pretrained import read_config, read_pretrained
 from megatron_rl.shapes.quantized import read_quantization
 from tests.hf_models import as_modelopt, in_nvfp4, save_model
-from test_hf_logits import build  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 

@@ -14,9 +14,9 @@ from megatron_rl.check.files import Files
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, locate_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
-from megatron_rl.shapes.multimodal import tensor_locations
+from megatron_rl.shapes.multimodal import language_model_names
 from megatron_rl.shapes.pretrained import (
     INDEX,
     PretrainedModel,
@@ -244,14 +244,10 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
-    if model.is_multimodal:
-        stored = _language_tensors(stored, model.shape.hidden)
-
-    if model.family.interleaved_experts:
-        errors = _block_errors(stored, model.quantization)
-        if errors:
-            return errors
-        stored = _split_by_expert(stored)
+    errors = _block_errors(stored, model.quantization)
+    if errors:
+        return errors
+    stored = _model_tensors(stored, model)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
@@ -291,14 +287,27 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
-def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a multimodal checkpoint's language model, named as in a text-only checkpoint."""
-    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
+def _model_tensors(stored: Mapping[str, StoredTensor], model: PretrainedModel) -> dict[str, StoredTensor]:
+    """Return the tensors of the model that a run reads from the stored ones.
+
+    They have the names of a text-only checkpoint with one tensor per expert. Tensors in mxfp4 are float32.
+    """
+    stored_names = {name: name for name in stored}
+    if model.is_multimodal:
+        stored_names = language_model_names(stored)
+    locations = locate_tensors(
+        stored_names,
+        lambda stored_name: stored[stored_name].shape,
+        model.family.fused_experts,
+        model.shape.hidden,
+    )
+
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
         # Values are compared only for the embedding and the output layer, which are stored in one piece.
         tensor = stored[location.name]
-        tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
+        dtype = "F32" if location.blocks else tensor.dtype
+        tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
     return tensors
 
 
@@ -314,19 +323,6 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
         if not has_mxfp4_scales(tensor.shape, scales_shape):
             return [mxfp4_error(str(tensor.file), name, tensor.shape, scales_shape)]
     return []
-
-
-def _split_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Split tensors with all experts of a layer into one tensor per expert.
-
-    Tensors in mxfp4 are float32 in the result, as a run reads them.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for stored_name, tensor in stored.items():
-        for name, location in expert_tensors(stored_name, tensor.shape).items():
-            dtype = "F32" if location.blocks else tensor.dtype
-            tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
-    return tensors
 
 
 def _read_scales(
