@@ -86,6 +86,10 @@ class Attention(Mixer):
         """Count a key and a value of each key-value head."""
         return 2 * shape.kv_heads * shape.head_dim
 
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size of a head."""
+        return shape.head_dim
+
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
         """Return one shard per rank, up to one per key-value head: further ranks have copies."""
         return min(tensor, shape.kv_heads)
