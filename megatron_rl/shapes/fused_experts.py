@@ -197,29 +197,43 @@ def locate_tensors(
 
     ``stored_names`` maps the names of tensors, without the prefix of a multimodal checkpoint, to their stored
     names, and ``shape_of`` returns the shape of a stored one. ``form`` is how the family's checkpoints store
-    experts. If it is None, any of them may be stored in one tensor all the same; whether it is transposed
-    follows from ``hidden``, the width of the model. If both are possible, it is not, as in transformers.
+    experts. If it is None, any of them may be stored in one tensor all the same, and ``hidden``, the width of
+    the model, shows whether it is transposed.
 
     >>> names = {"model.norm.weight": "model.language_model.norm.weight"}
     >>> locate_tensors(names, len, None, 8)["model.norm.weight"].name
     'model.language_model.norm.weight'
     """
     locations: dict[str, TensorLocation] = {}
+    fused: list[str] = []
     for name, stored in stored_names.items():
-        match = _STORED.match(name)
-        if match is None:
+        if _STORED.match(name):
+            fused.append(name)
+        else:
             locations[name] = TensorLocation(stored)
-            continue
 
-        shape = shape_of(stored)
-        experts_form = form
-        if experts_form is None:
-            # Outputs of down, and inputs of gate and up, have the width of the model.
-            hidden_dim = 2
-            if match["matrix"] == "down_proj":
-                hidden_dim = 1
-            is_transposed = len(shape) == 3 and shape[hidden_dim] != hidden
-            experts_form = FusedExperts(transposed=is_transposed)
-        for own_name, location in expert_tensors(name, shape, experts_form).items():
+    if form is None:
+        form = _detect_form({name: shape_of(stored_names[name]) for name in fused}, hidden)
+    for name in fused:
+        stored = stored_names[name]
+        for own_name, location in expert_tensors(name, shape_of(stored), form).items():
             locations[own_name] = replace(location, name=stored)
     return locations
+
+
+def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
+    """Return the form of stored matrices, in which outputs of gate and up do not alternate, by their shapes.
+
+    ``hidden`` is the width of the model.
+    """
+    for name, shape in shapes.items():
+        # A square matrix does not show it. The other one of the layer does: it is half or twice as wide.
+        if len(shape) != 3 or shape[1] == shape[2]:
+            continue
+
+        # Outputs of down, and inputs of gate and up, have the width of the model.
+        hidden_dim = 2
+        if name.endswith("down_proj"):
+            hidden_dim = 1
+        return FusedExperts(transposed=shape[hidden_dim] != hidden)
+    return FusedExperts()

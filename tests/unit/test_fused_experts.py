@@ -34,14 +34,24 @@ def fuse(file: Path, form: FusedExperts) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3-moe", {}),
+        ("deepseek-v3", {}),
+        # Square matrices, of gate and up together or of down.
+        ("qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 32}),
+        ("qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 64}),
+    ],
+)
 def test_experts_in_one_tensor_are_read_in_any_family(
     family: str,
+    sizes: dict[str, int],
     transposed: bool,
     workspace: Path,  # noqa: F811
 ) -> None:
     for folder in ("single", "fused"):
-        save_model(family, workspace / folder)
+        save_model(family, workspace / folder, **sizes)
     fuse(workspace / "fused/model.safetensors", FusedExperts(transposed))
     assert refusals(workspace / "fused") == []
 
