@@ -552,6 +552,65 @@ def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
 
 
+def in_nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """Return a matrix in NVFP4, by the ends of the names of its tensors, as ModelOpt's NVFP4QTensor does."""
+    rows, columns = weight.shape
+    blocks = weight.float().reshape(rows, columns // 16, 16)
+    second = weight.float().abs().max() / (6 * 448)
+    scales = (blocks.abs().amax(-1) / (6 * second)).to(torch.float8_e4m3fn)
+    scaled = blocks / (scales.float() * second)[..., None]
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
+    numbers = numbers.reshape(rows, columns).byte()
+    packed = (numbers[:, 1::2] << 4) | numbers[:, ::2]
+    return {"": packed, "_scale": scales, "_scale_2": second}
+
+
+def as_modelopt(path: Path, algorithm: str, *, in_config: bool) -> None:
+    """Quantise the projections of a saved checkpoint as NVIDIA's ModelOpt exports it.
+
+    ``algorithm`` is FP8 or NVFP4. Up to version 0.29 ModelOpt described it in hf_quant_config.json alone,
+    later in config.json too.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        stored[name] = weight
+        if not name.endswith("_proj.weight"):
+            continue
+        if algorithm == "NVFP4":
+            stored |= {name + end: tensor for end, tensor in in_nvfp4(weight).items()}
+        else:
+            stored[name], scales = in_eight_bits(weight, (weight.shape[0], weight.shape[1]))
+            stored[f"{name}_scale"] = scales.reshape(())
+        module = name.removesuffix("weight")
+        stored[f"{module}input_scale"] = torch.tensor(0.25)
+        for letter in "kv":
+            if f".{letter}_proj." in name:
+                stored[f"{module}{letter}_scale"] = torch.tensor(1.0)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    producer = {"name": "modelopt", "version": "0.39.0" if in_config else "0.29.0"}
+    details = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    if algorithm == "NVFP4":
+        details["group_size"] = 16
+    file = {"producer": producer, "quantization": details}
+    (path / "hf_quant_config.json").write_text(json.dumps(file))
+    if not in_config:
+        return
+    bits = {"dynamic": False, "num_bits": 4 if algorithm == "NVFP4" else 8, "type": "float"}
+    group = {"input_activations": bits, "weights": bits, "targets": ["Linear"]}
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quant_algo": algorithm,
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+
+
 def in_four_bits(path: Path, seed: int = 5) -> None:
     """Replace the experts of a saved gpt-oss by random numbers in mxfp4, as it is published."""
     generator = torch.Generator().manual_seed(seed)

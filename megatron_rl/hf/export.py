@@ -38,7 +38,7 @@ from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.shapes.fused_experts import stored_shapes
+from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import without_quantization
@@ -79,8 +79,8 @@ class _Piece:
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
-    interleaved: bool = True
-    """Whether the outputs of gate and up alternate in a tensor of all experts."""
+    form: FusedExperts | None = None
+    """Form of a tensor with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
         """Return the boxes of the model's tensors in the piece; ``writer`` is the rank that writes it."""
@@ -94,7 +94,7 @@ class _Piece:
             offset=0,
             stride=strides,
         )
-        return boxes_of_experts([box], self.interleaved)
+        return boxes_of_experts([box], self.form)
 
 
 def export(
@@ -126,12 +126,11 @@ def export(
         dtype = first_parameter.dtype
 
     # Dtype of each tensor in the files.
-    shapes = hf_model.stored_shapes()
+    form = hf_model.family.fused_experts
     multimodal = _multimodal_source(hf_model, source)
-    interleaved = True
-    if multimodal is not None and multimodal.exports_transposed_experts:
-        interleaved = False
-        shapes = stored_shapes(shapes, interleaved)
+    if multimodal is not None:
+        form = multimodal.export_form
+    shapes = stored_shapes(hf_model.tensor_shapes(), form)
     dtypes = dict.fromkeys(shapes, dtype)
     for name in shapes:
         if name.endswith(FLOAT32_NAMES):
@@ -155,7 +154,7 @@ def export(
         parameters,
         boxes=source_boxes(model),
         stored_names=stored_names,
-        interleaved=interleaved,
+        form=form,
     )
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
@@ -212,8 +211,8 @@ class _Content:
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files; empty unless the checkpoint is multimodal."""
-    interleaved: bool = True
-    """Whether the outputs of gate and up alternate in a tensor of all experts."""
+    form: FusedExperts | None = None
+    """Form of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def stored(self, name: str) -> str:
         """Return the name of a tensor in the files."""
@@ -334,7 +333,7 @@ def _split_tensor(
             start=(begin, *row_start),
             size=(count, *row_shape),
             dtype=dtype,
-            interleaved=content.interleaved,
+            form=content.form,
         )
 
 

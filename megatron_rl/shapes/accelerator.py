@@ -193,7 +193,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "apply_rope_fusion",
         True,
         "Transformer Engine's layers without latent attention",
-        lambda role: role.fused and not role.shape.mla,
+        lambda role: role.fused and all(mixer.fuses_rotary for mixer in role.shape.mixers),
         "one kernel rotates queries and keys, instead of five passes over them",
     ),
     AcceleratorDefault(

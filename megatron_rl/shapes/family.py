@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.fused_experts import FusedExperts
 from megatron_rl.shapes.model import ModelShape
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -147,9 +148,8 @@ class Family:
     """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
-    interleaved_experts: bool = False
-    """A checkpoint has a layer's experts in one tensor, transposed, in which rows of gate and up alternate
-    (see `shapes.fused_experts`)."""
+    fused_experts: FusedExperts | None = None
+    """Form in which checkpoints have the experts of a layer in one tensor; None for a tensor per expert."""
     copied: Sequence[str] = ()
     """Parts of the names of tensors that are not trained; exports copy them from the starting model."""
     engine_family: str = ""

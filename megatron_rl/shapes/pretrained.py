@@ -13,11 +13,15 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest, raise_errors, unreadable_file
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
-from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_config, multimodal_of
-from megatron_rl.shapes.quantized import Quantization, read_quantization
+from megatron_rl.shapes.quantized import (
+    MODELOPT_FILE,
+    Quantization,
+    read_quantization,
+    with_modelopt_file,
+)
 
 LAYER = "model.layers.{layer}."
 """Prefix of the tensor names of a layer."""
@@ -104,16 +108,6 @@ class PretrainedModel:
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
-
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor as the family's checkpoints store them, in order.
-
-        They differ from `tensor_shapes` where the experts of a layer are stored in one tensor.
-        """
-        shapes = self.tensor_shapes()
-        if self.family.interleaved_experts:
-            return stored_shapes(shapes)
-        return shapes
 
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""
@@ -386,12 +380,24 @@ def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_pretrained(path: Path) -> PretrainedModel:
     """Return the model of a config.json file; raises UserError or UserErrors."""
-    return describe(read_json(path), str(path))
+    return describe(read_config(path), str(path))
 
 
 def download_command(path: str) -> str:
     """Return the command that downloads a model to the local folder ``path``."""
     return f"hf download ORGANISATION/{path.rpartition('/')[2]} --local-dir {path}"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, with the quantisation in ModelOpt's file beside it, if there is one.
+
+    Raises UserError for a missing or malformed file.
+    """
+    config = read_json(path)
+    file = path.with_name(MODELOPT_FILE)
+    if not file.is_file():
+        return config
+    return with_modelopt_file(config, read_json(file))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -400,7 +406,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except (OSError, ValueError) as error:
         fix = "copy the file again from the checkpoint"
-        noun = "the model's config.json"
+        noun = f"the model's {path.name}"
         raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
 
 

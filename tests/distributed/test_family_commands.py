@@ -29,6 +29,7 @@ from tests.hf_models import (
     FAMILIES,
     MULTIMODAL,
     as_kimi_k2,
+    as_modelopt,
     config_of,
     in_four_bits,
     quantise,
@@ -130,26 +131,44 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
         else:
             quantise(tmp_path / name / "model")
     fork(SCRIPT, 2, tmp_path, *names, timeout=580)
-
     for name in names:
-        lines = [json.loads(line) for line in (tmp_path / name / "run/metrics.jsonl").open()]
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
-        out = tmp_path / name / "out"
-        exported = json.loads((out / "config.json").read_text())
-        assert "quantization_config" not in exported
-        assert exported["model_type"] == config_of(name).model_type
-        _, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-        assert not told["missing_keys"] and not told["mismatched_keys"], (name, told)
-        before = CheckpointFiles(tmp_path / name / "model")
-        after = CheckpointFiles(out)
-        assert before.names() == after.names()
-        for tensor, shape in before.shapes().items():
-            start = (0,) * len(shape)
-            change = after.read(tensor, start, shape) - before.read(tensor, start, shape)
-            # Adam moves a weight by about the learning rate, 1e-3, in each of its updates.
-            updates = 3 * (1 + sparse(name)) * (".layers.4." not in tensor)
-            assert change.abs().max() <= 1.5e-3 * updates, tensor
+        check_quantised(tmp_path / name, name)
+
+
+def test_checkpoints_of_modelopt_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
+    """The description of the first one is in a file beside config.json alone, where vLLM finds it too."""
+    algorithms = {"qwen3": "NVFP4", "qwen2": "FP8"}
+    for name, algorithm in algorithms.items():
+        workspace(tmp_path / name, name, material)
+        # The slices of two tensor-parallel ranks begin within a block of 16.
+        save_model(name, tmp_path / name / "model", **COMMON, **(sizes(name) | {"intermediate_size": 176}))
+        as_modelopt(tmp_path / name / "model", algorithm, in_config=algorithm == "FP8")
+    fork(SCRIPT, 2, tmp_path, *algorithms, timeout=580)
+    for name in algorithms:
+        check_quantised(tmp_path / name, name)
+        assert not (tmp_path / name / "out/hf_quant_config.json").exists()
+
+
+def check_quantised(folder: Path, name: str) -> None:
+    """Check the results of the commands on a quantised checkpoint of the family ``name``."""
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
+    out = folder / "out"
+    exported = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in exported
+    assert exported["model_type"] == config_of(name).model_type
+    _, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not told["missing_keys"] and not told["mismatched_keys"], (name, told)
+    before = CheckpointFiles(folder / "model")
+    after = CheckpointFiles(out)
+    assert before.names() == after.names()
+    for tensor, shape in before.shapes().items():
+        start = (0,) * len(shape)
+        change = after.read(tensor, start, shape) - before.read(tensor, start, shape)
+        # Adam moves a weight by about the learning rate, 1e-3, in each of its updates.
+        updates = 3 * (1 + sparse(name)) * (".layers.4." not in tensor)
+        assert change.abs().max() <= 1.5e-3 * updates, tensor
 
 
 def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:

@@ -84,12 +84,14 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    sizes = ENGINES["vllm"].capabilities.host_head_sizes
+    sizes = ENGINES["vllm"].capabilities.host_kernels["attention"]
     assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
     monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
-        assert "no kernel for this model" in error.message and str(error.where).startswith("rollout.engine")
+        assert "no kernel for this model's layers of attention" in error.message and str(
+            error.where
+        ).startswith("rollout.engine")
         assert not check(f"model.path={model}", "rollout.engine=torch", "rollout.tensor=1").errors
         assert not check(f"model.path={model}", "rollout.engine=vllm", "gpu=h100").errors
         assert check_config(load("config.yaml", [f"model.path={model}", "gpu=h100"]), training=True).errors

@@ -18,7 +18,7 @@ from megatron_rl.shapes.blocks import MIXERS
 from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.family import ROPE_TYPES, Family
 from megatron_rl.shapes.multimodal import language_config
-from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
+from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_config
 from megatron_rl.shapes.published import read_trainable
 from megatron_rl.shapes.quantized import read_quantization
 
@@ -46,7 +46,7 @@ _LONGEST_VALUE = 200
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
-        stored = read_json(file)
+        stored = read_config(file)
         family = family_of(stored, str(file))
     except UserError:
         return read_trainable(file, files.errors)  # reports the file, or its architecture

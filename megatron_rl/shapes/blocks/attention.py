@@ -119,6 +119,10 @@ class Attention(Mixer):
         """Count a key and a value of each key-value head."""
         return 2 * self.key_value_heads(shape) * self.key_size(shape)
 
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size of a head."""
+        return self.key_size(shape)
+
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
         """Return one shard per rank, up to one per key-value head: further ranks have copies."""
         return min(tensor, self.key_value_heads(shape))

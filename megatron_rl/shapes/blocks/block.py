@@ -80,6 +80,10 @@ class Mixer(ABC):
     """Megatron's projection into which Transformer Engine fuses the norm before the mixer."""
     config_class: ClassVar[str] = "TransformerConfig"
     """Megatron's configuration class of a model with this mixer."""
+    kernel_size_name: ClassVar[str] = "a head size"
+    """Name of `kernel_size`, for errors."""
+    fuses_rotary: ClassVar[bool] = True
+    """Megatron's fused rotary embedding can be used with packed rows."""
     takes_adapters: ClassVar[bool] = True
     """Models with this mixer may have low-rank adapters."""
 
@@ -132,6 +136,10 @@ class Mixer(ABC):
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
         """Return the number of shards into which ``tensor`` ranks of an engine divide the cache."""
         return 1
+
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size by which engines choose a kernel, such as that of a head; 0 if there is none."""
+        return 0
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
         """Return the bytes of a layer's cache per row that do not grow with its length."""

@@ -22,6 +22,8 @@ class LatentAttention(Mixer):
     name: ClassVar[str] = "latent_attention"
     noun: ClassVar[str] = "layers of latent attention"
     config_class: ClassVar[str] = "MLATransformerConfig"
+    kernel_size_name: ClassVar[str] = "kv_lora_rank + qk_rope_head_dim"
+    fuses_rotary: ClassVar[bool] = False
 
     def key_value_heads(self, shape: ModelShape) -> int:
         """Return the attention heads: every head has a separate key and value once the latent is expanded."""
@@ -96,6 +98,10 @@ class LatentAttention(Mixer):
     def cache_elements(self, shape: ModelShape) -> int:
         """Count the latent and the rotary key that all heads share."""
         return shape.kv_lora + shape.qk_rope
+
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size of a token's cache, which all heads share."""
+        return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
         """Return the attention heads: the latent has none."""

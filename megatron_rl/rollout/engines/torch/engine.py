@@ -27,7 +27,7 @@ from megatron_rl.rollout.sampling import (
 )
 from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
-from megatron_rl.shapes.fused_experts import expert_tensors
+from megatron_rl.shapes.fused_experts import FusedExperts, expert_tensors
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
@@ -109,9 +109,9 @@ class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
-    as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
-    together. Requests with stop texts need ``stops``.
+    into. ``tensor_name`` maps their names to the names of checkpoints, and ``fused_experts`` is how the model
+    has the experts of a layer in one parameter. ``max_model_len`` bounds a sequence, prompt included.
+    ``batch_rows`` sequences are decoded together. Requests with stop texts need ``stops``.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TorchEngine:
         *,
         model: torch.nn.Module | None = None,
         tensor_name: Callable[[str], str] = str,
-        interleaved: bool = False,
+        fused_experts: FusedExperts | None = None,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
@@ -136,7 +136,7 @@ class TorchEngine:
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
-        self._interleaved = interleaved
+        self._fused_experts = fused_experts or FusedExperts()
         self._rank = rank
         self._stops = stops
         # Number of a request -> the request, in the order of submission.
@@ -176,7 +176,7 @@ class TorchEngine:
             lambda: CachingDecoder(model),
             model=model,
             tensor_name=pretrained.family.tensor_name,
-            interleaved=pretrained.family.interleaved_experts,
+            fused_experts=pretrained.family.fused_experts,
             stops=StopTexts.of_model(path),
             **options,
         )
@@ -254,8 +254,11 @@ class TorchEngine:
         """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
         boxes = []
         for storage, parameter in self.parameters().items():
-            for name, tensor in _checkpoint_tensors(storage, parameter, self._interleaved):
+            # transformers has all experts of a layer in one parameter.
+            locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
+            for name, location in locations.items():
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
+                tensor = location.part(parameter)
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
@@ -283,34 +286,6 @@ class TorchEngine:
     def close(self) -> None:
         """Release the model."""
         self._model = None
-
-
-def _checkpoint_tensors(
-    name: str,
-    parameter: Tensor,
-    interleaved: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
-
-    ``interleaved``: whether expert weights are transposed and gate and up columns alternate, as in gpt-oss.
-    """
-    if interleaved:
-        for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():
-            yield tensor_name, location.part(parameter)
-        return
-
-    layer, separator, matrix = name.partition("mlp.experts.")
-    if not separator:
-        yield name, parameter
-        return
-
-    projections = (matrix,)
-    if matrix == "gate_up_proj":
-        projections = ("gate_proj", "up_proj")
-    for expert, weight in enumerate(parameter):
-        slices = weight.chunk(len(projections))
-        for projection, tensor in zip(projections, slices, strict=True):
-            yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
 def _decode(

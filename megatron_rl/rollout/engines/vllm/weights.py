@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError, requires
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
-from megatron_rl.shapes.fused_experts import stored_shapes
+from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
@@ -191,22 +191,19 @@ def trace_weights(
     and biases that another rank adds.
     """
     dtype = next(iter(parameters.values())).dtype
-    interleaved = _has_interleaved_experts(model)
-    if interleaved:
-        shapes = stored_shapes(shapes)
-        # vLLM's loader (0.32) reads fields of this attribute if it exists, also if it is None, as without
-        # mxfp4.
+    form = _fused_experts(model)
+    if form is not None:
+        # The loader of gpt-oss (0.32) reads fields of this attribute if it exists, also if it is None, as
+        # without mxfp4.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
 
-    sources = meta_sources(shapes, dtype)
+    sources = meta_sources(stored_shapes(shapes, form), dtype)
     recorder = CopyRecorder(sources, parameters, rank)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-    boxes = merge_boxes(recorder.boxes)
-    if interleaved:
-        boxes = boxes_of_experts(boxes)
+    boxes = boxes_of_experts(merge_boxes(recorder.boxes), form)
     boxes = _without_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
@@ -215,10 +212,12 @@ def trace_weights(
     return WeightMap(tuple(boxes), padding)
 
 
-def _has_interleaved_experts(model: Any) -> bool:
-    """Return whether vLLM's loader expects the experts of a layer in one tensor, as gpt-oss stores them."""
+def _fused_experts(model: Any) -> FusedExperts | None:
+    """Return the form in which vLLM's loader expects all experts of a layer in one tensor, if it does."""
     family = BY_MODEL_TYPE.get(getattr(getattr(model, "config", None), "model_type", ""))
-    return family is not None and family.interleaved_experts
+    if family is None:
+        return None
+    return family.fused_experts
 
 
 def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
