@@ -38,9 +38,9 @@ class HubCopy:
     """
 
     repo: str
-    """ORG/NAME."""
+    """Name of the repository on the Hub, ORG/NAME."""
     kind: str
-    """model or dataset."""
+    """Type of the repository: ``model`` or ``dataset``."""
     revision: str | None = None
     """Branch, tag or commit; None is the default branch at the time of the first use."""
     files: str | None = None
@@ -180,7 +180,10 @@ def _digest(copy: HubCopy) -> str:
 
 
 def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
-    """Return the folder of the pinned revision of a copy; download it if it has not been before."""
+    """Return the folder of the pinned revision of a copy, downloaded into ``cache`` on first use.
+
+    ``weights``: whether a model's weights are downloaded, too.
+    """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 

@@ -507,7 +507,7 @@ class RolloutConfig:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return the capabilities of the engine."""
+        """Return the capabilities of the rollout engine, which rules and the step read."""
         return engine_capabilities(self.engine)
 
     @property
@@ -524,7 +524,7 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Return whether any task is sampled with a filter, see `filters_tokens`."""
+        """Return whether top-p, top-k or min-p truncates the distribution of any task."""
         for _, settings in task_settings(self):
             if filters_tokens(smallest_value(settings["top_p"]), settings["top_k"], settings["min_p"]):
                 return True
@@ -672,7 +672,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile with its own, by the path of the setting."""
     # A profile's stop texts replace the rollout's and do not add to them.
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
@@ -692,7 +692,7 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits and for temperatures; the types of all values are valid."""
+    """Yield the errors for rules on logits and for temperatures, all of which must have valid types."""
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
@@ -771,7 +771,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the tokens that rules on logits name, by their setting."""
+    """Return the texts of the tokens with a logit bias or a ban, by the path of their setting."""
     texts: dict[str, Sequence[str]] = {}
     for path, settings in task_settings(rollout):
         texts[f"{path}.banned_tokens"] = settings["banned_tokens"]

@@ -30,7 +30,9 @@ Support = dict[int, list[int]]
 """Support of the draws of one request: number of tokens sampled before -> token ids."""
 
 _SAMPLING_KEY = "megatron_rl"
+"""Key of a request's sampling parameters and support record in its ``extra_args``."""
 _EXPERTS_KEY = "megatron_rl_experts"
+"""Key of a request's record of experts in its ``extra_args``."""
 
 _EVERY_TOKEN = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
@@ -275,9 +277,9 @@ def add_expert_record(
 
 
 def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
-    """Return the experts of a request's and its output's tokens but the last: [tokens, layers, k] int16.
+    """Return the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
-    The last token was sampled, but never an input of the model.
+    The last token is left out: it was sampled, but never an input of the model.
     """
     count = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():
