@@ -60,7 +60,7 @@ PART_OF = {
 BETWEEN_STEPS = "between steps"
 """The same of `OUTSIDE_STEPS`."""
 
-_PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
+PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (
     "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
     "roles on ranks of their own phases also run at the same time."
@@ -205,7 +205,7 @@ def _page_sections(
         sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(_PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
         sections.append(page.paragraph(PHASES_NOTE))
 
     # Files that cannot be read are named even if no sample is left to show.
@@ -473,10 +473,10 @@ def _print_tables(
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
-        times.add_column(_PHASE_HEADINGS[0])
-        for heading in _PHASE_HEADINGS[1:-1]:
+        times.add_column(PHASE_HEADINGS[0])
+        for heading in PHASE_HEADINGS[1:-1]:
             times.add_column(heading, justify="right")
-        times.add_column(_PHASE_HEADINGS[-1])
+        times.add_column(PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
@@ -485,7 +485,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table of phases, below `_PHASE_HEADINGS`."""
+    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
