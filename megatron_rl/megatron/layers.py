@@ -869,10 +869,10 @@ def scale_layers(chunk: Any) -> None:
     for layer in chunk.decoder.layers:
         scalar = torch.ones(1, dtype=chunk.config.params_dtype, device=device.device())
         layer.register_buffer("layer_scalar", scalar)
-        layer.register_forward_hook(_scale_output)
+        layer.register_forward_hook(_scale_layer_output)
 
 
-def _scale_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _scale_layer_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     hidden, context = output
     return hidden * module.layer_scalar, context
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -53,8 +54,21 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-SHARE = 4
-"""So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
+LAYERS: Mapping[str, int] = {
+    "qwen2": 4,  # grouped-query attention and gated MLP, the layers of most families
+    "gemma3": 3,  # sliding windows, two rotary bases, norms behind each block
+    "qwen3-5": 3,  # gated delta nets, gated attention
+    "qwen3-moe": 4,  # experts
+    "deepseek-v3": 4,  # latent attention, groups of experts, shared experts, dense first layers
+    "qwen3-next": 3,  # delta nets beside experts, a gated shared expert
+    "gpt-oss": 3,  # attention sinks, experts with biases
+    "minimax-m2": 2,  # norms over the heads of all tensor-parallel ranks
+}
+"""Families with layers that none before them has, and the number of their layouts in the suite.
+
+The other families combine these layers: one layout each shows that their weights are cut as the layers need.
+Their other layouts are campaign tests, and `every_layout` has all products of sizes.
+"""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 10.0, "qwen3-next": 4.0}
@@ -89,15 +103,26 @@ def fitting(family: str, layouts: Iterable[dict[str, Any]]) -> list[dict[str, An
     return [layout for layout in layouts if not problems(layout)]
 
 
-def shared_out() -> list[dict[str, Any]]:
-    """Return the cases of this suite: every layout of both lists is some families'."""
-    counts, cases = {True: 0, False: 0}, []
-    for family in FAMILIES:
-        layouts = fitting(family, SPARSE if sparse(family) else DENSE)
-        first = counts[sparse(family)]
-        counts[sparse(family)] += SHARE
-        cases += [case(family, **layouts[number % len(layouts)]) for number in range(first, first + SHARE)]
+def listed(family: str) -> list[dict[str, Any]]:
+    """Return a family's cases of `DENSE` or `SPARSE`."""
+    return [case(family, **layout) for layout in fitting(family, SPARSE if sparse(family) else DENSE)]
+
+
+def suite_cases() -> list[dict[str, Any]]:
+    """Return the cases of the suite: each family takes the layouts that the fewest have taken before it."""
+    taken: Counter[tuple[bool, str]] = Counter()
+    cases = []
+    for family in sorted(FAMILIES, key=lambda name: name not in LAYERS):
+        by_use = sorted((taken[layout_key(entry)], number) for number, entry in enumerate(listed(family)))
+        selected = [listed(family)[number] for _, number in by_use[: LAYERS.get(family, 1)]]
+        taken.update(map(layout_key, selected))
+        cases += selected
     return cases
+
+
+def layout_key(entry: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return a case's list of layouts and its layout there."""
+    return sparse(entry["model"]), entry["name"].removeprefix(entry["model"])
 
 
 def every_layout(family: str) -> Iterator[dict[str, Any]]:
@@ -135,10 +160,27 @@ def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]]) -> Non
 
 def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Path, fork: Any) -> None:
     run(fork, folder, 1, [case(family) for family in FAMILIES])
-    cases = [*shared_out(), *PROVIDED]
+    cases = [*suite_cases(), *PROVIDED]
     run(fork, folder, RANKS, cases)
     wrong = [words for entry in cases for words in differences(folder, entry)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_of_a_family_is_that_of_one_rank_in_its_other_layouts(
+    folder: Path, fork: Any, family: str
+) -> None:
+    run(fork, folder, 1, [case(family)])
+    suite = {entry["name"] for entry in suite_cases()}
+    cases = [entry for entry in listed(family) if entry["name"] not in suite]
+    run(fork, folder, RANKS, cases)
+    wrong = [words for entry in cases for words in differences(folder, entry)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_suite_has_every_layout_of_both_lists() -> None:
+    assert len(set(map(layout_key, suite_cases()))) == len(DENSE) + len(SPARSE)
 
 
 def differences(folder: Path, entry: Mapping[str, Any], fused: bool = False) -> list[str]:

@@ -13,8 +13,7 @@ from typing import Any
 from megatron_rl.config.field_types import convert_value
 from megatron_rl.config.sections.bounds import MAX_STEPS, MAX_TOKENS
 from megatron_rl.config.setting import Setting
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 
 LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
