@@ -873,6 +873,7 @@ def scale_layers(chunk: Any) -> None:
 
 
 def _scale_layer_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Multiply a layer's hidden states by its ``layer_scalar``; a forward hook."""
     hidden, context = output
     return hidden * module.layer_scalar, context
 

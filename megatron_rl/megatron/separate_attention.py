@@ -26,6 +26,10 @@ class SeparateSelfAttention(SelfAttention):
     angles. ``value_norm`` divides each value by its root mean square.
     """
 
+    # Megatron's protocols of norms do not say that these are modules.
+    q_layernorm: Any
+    k_layernorm: Any
+
     def __init__(
         self,
         config: Any,
@@ -44,6 +48,7 @@ class SeparateSelfAttention(SelfAttention):
             narrow = _without_outputs(submodules.linear_qkv, kv_heads * head_dim)
             submodules = replace(submodules, linear_qkv=narrow)
         super().__init__(layer_config, submodules, *args, **kwargs)
+        self.key_value_heads = kv_heads
         self.keys_are_values = keys_are_values
         self.value_norm = value_norm
 
@@ -57,7 +62,7 @@ class SeparateSelfAttention(SelfAttention):
         """
         projected, _ = self.linear_qkv(hidden_states)
         head_dim = self.hidden_size_per_attention_head
-        groups = self.config.num_query_groups
+        groups = self.key_value_heads
         ranks_per_group = max(1, self.world_size // groups)
         rank = self.pg_collection.tp.rank()
         if ranks_per_group > 1:
@@ -106,7 +111,7 @@ def separate_attention_spec(layer: Any, kind: Attention) -> Any:
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
-def _without_outputs(linear: type, count: int) -> type:
+def _without_outputs(linear: Any, count: int) -> type:
     """Return a subclass of a projection with ``count`` fewer outputs than Megatron asks for."""
 
     def __init__(self: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
