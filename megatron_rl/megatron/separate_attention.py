@@ -26,10 +26,6 @@ class SeparateSelfAttention(SelfAttention):
     angles. ``value_norm`` divides each value by its root mean square.
     """
 
-    # Megatron's protocols of norms do not say that these are modules.
-    q_layernorm: Any
-    k_layernorm: Any
-
     def __init__(
         self,
         config: Any,
@@ -48,7 +44,7 @@ class SeparateSelfAttention(SelfAttention):
             narrow = _without_outputs(submodules.linear_qkv, kv_heads * head_dim)
             submodules = replace(submodules, linear_qkv=narrow)
         super().__init__(layer_config, submodules, *args, **kwargs)
-        self.key_value_heads = kv_heads
+        self.kv_heads = kv_heads
         self.keys_are_values = keys_are_values
         self.value_norm = value_norm
 
@@ -62,15 +58,14 @@ class SeparateSelfAttention(SelfAttention):
         """
         projected, _ = self.linear_qkv(hidden_states)
         head_dim = self.hidden_size_per_attention_head
-        groups = self.key_value_heads
-        ranks_per_group = max(1, self.world_size // groups)
+        ranks_per_group = max(1, self.world_size // self.kv_heads)
         rank = self.pg_collection.tp.rank()
         if ranks_per_group > 1:
             # A rank's outputs may begin and end inside a group: select the rank's group from all of them.
             projected = mappings.all_gather_last_dim_from_tensor_parallel_region(
                 projected, group=self.pg_collection.tp
             )
-            projected = projected.chunk(groups, dim=-1)[rank // ranks_per_group]
+            projected = projected.chunk(self.kv_heads, dim=-1)[rank // ranks_per_group]
 
         local_groups = self.num_query_groups_per_partition
         heads = projected.unflatten(-1, (local_groups, -1, head_dim))
@@ -84,10 +79,12 @@ class SeparateSelfAttention(SelfAttention):
             # The ranks of a group have different queries of it.
             query = query.chunk(ranks_per_group, dim=-2)[rank % ranks_per_group]
 
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
+        # Megatron's annotations do not say that norms are modules.
+        modules: Any = self
+        if modules.q_layernorm is not None:
+            query = modules.q_layernorm(query)
+        if modules.k_layernorm is not None:
+            key = modules.k_layernorm(key)
         if self.value_norm:
             normalised = functional.rms_norm(
                 value.to(torch.promote_types(value.dtype, torch.float32)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_rl.shapes.layout import ParallelLayout
@@ -100,7 +101,7 @@ class AcceleratedRole:
             for mixer in shape.mixers
             if mixer.key_value_heads(shape)
         ]
-        sizes = [size for heads in head_sizes for size in heads]
+        sizes = list(chain.from_iterable(head_sizes))
 
         # The last entry that applies to this capability.
         max_head = 0

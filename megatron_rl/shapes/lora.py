@@ -137,7 +137,8 @@ def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]
 
 def _target_of(weight: Weight) -> str | None:
     """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
-    *_, layer, parameter = weight.name.split(".")
+    module, _, parameter = weight.name.rpartition(".")
+    layer = module.rpartition(".")[2]
     # Biases have no adapter.
     if parameter == "weight" and layer in TARGETS:
         return layer

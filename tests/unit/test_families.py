@@ -193,8 +193,9 @@ def test_sparse_attention_is_trained_on_rows_where_it_is_dense(family: str, work
     assert any("indexer of sparse attention" in error for error in refusals(saved, *servers))
 
 
-MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}
-"""Keys that a model type does not have in transformers: no layer of it is dense."""
+MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}, "gemma4_text": {"global_head_dim"}}
+"""Keys that a model type does not have in transformers: no layer of the first is dense, and transformers
+writes the size of each layer of the second."""
 
 
 @pytest.mark.parametrize("family", TABLE)

@@ -31,6 +31,8 @@ LENGTHS = (3, WINDOW, WINDOW + 1, 37)
 """Rows that are shorter than the window, of its length, and longer."""
 PUBLISHED = dict(presets()["gemma-4-31b"]["config"])
 """Sizes as published checkpoints of 31B write them."""
+UNEVEN = {"head_dim": 32, "num_key_value_heads": 3}
+"""Sizes of a layer with full attention and four query heads."""
 
 
 def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_parameters_of_the_published_sizes() -> None:
         ({"num_kv_shared_layers": 2}, "keys and values of an earlier layer"),
         ({"enable_moe_block": True, "num_experts": 4}, "experts beside an MLP"),
         ({"num_experts": 4}, "experts beside an MLP"),
-        ({"num_attention_heads": 3}, "different numbers of query heads"),
+        ({"per_layer_config": {"1": UNEVEN, "3": UNEVEN}}, "different numbers of query heads"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"per_layer_config": {"1": {"intermediate_size": 32}}}, "differ in intermediate_size"),

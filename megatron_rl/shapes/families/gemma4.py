@@ -94,7 +94,7 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
         sizes = {"full_attention": full, "sliding_attention": (head_dim, kv_heads)}
         return [sizes.get(layer_type, full) for layer_type in layer_types]
 
-    unknown_keys = {key for values in by_layer.values() for key in values} - _LAYER_KEYS
+    unknown_keys = set[str]().union(*by_layer.values()) - _LAYER_KEYS
     if unknown_keys:
         reader.refuse(
             f"layers that differ in {', '.join(sorted(unknown_keys))} are not supported",
