@@ -41,15 +41,15 @@ ABSENT: Mapping[str, str] = {
     "fp32_residual_connection": "residuals in float32",
 }
 """Arguments of features that cannot be trained here: argument -> feature."""
-_UNARGUED = frozenset(
-    """moe_router_dtype moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_token_dispatcher_type num_moe_experts num_query_groups
-    original_max_position_embeddings beta_fast beta_slow""".split()
-)
+_UNARGUED = (
+    "moe_router_dtype", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "num_moe_experts", "num_query_groups",
+    "original_max_position_embeddings", "beta_fast", "beta_slow",
+)  # fmt: skip
 """Settings of a model that its arguments need not have.
 
-They concern training, or are arguments of another name. Latent attention has no groups, and Megatron-LM has no
-arguments for the last three, of YaRN.
+They concern training, or are arguments of another name. Latent attention has no groups. Megatron-LM has no
+arguments for the last three, of YaRN, and takes the values of DeepSeek's checkpoints.
 """
 _NOT_COMPARED = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
