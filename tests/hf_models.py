@@ -589,15 +589,16 @@ def as_modelopt(path: Path, algorithm: str, *, in_config: bool) -> None:
                 stored[f"{module}{letter}_scale"] = torch.tensor(1.0)
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
 
-    producer = {"name": "modelopt", "version": "0.39.0" if in_config else "0.29.0"}
+    producer = {"name": "modelopt", "version": "0.29.0"}
     details = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     if algorithm == "NVFP4":
         details["group_size"] = 16
+        bits["num_bits"] = 4
     file = {"producer": producer, "quantization": details}
     (path / "hf_quant_config.json").write_text(json.dumps(file))
     if not in_config:
         return
-    bits = {"dynamic": False, "num_bits": 4 if algorithm == "NVFP4" else 8, "type": "float"}
     group = {"input_activations": bits, "weights": bits, "targets": ["Linear"]}
     settings = json.loads((path / "config.json").read_text())
     settings["quantization_config"] = {

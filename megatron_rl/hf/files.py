@@ -103,9 +103,13 @@ class CheckpointFiles:
             self._stored_names = language_model_names(self._file_of)
 
         # How experts are stored, here and in an export of a model that was read from here.
+        form: FusedExperts | None = None
         family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
-        form = family.fused_experts if family is not None else None
-        self.export_form: FusedExperts | None = form if kind is None else kind.fused_experts
+        if family is not None:
+            form = family.fused_experts
+        self.export_form = form
+        if kind is not None:
+            self.export_form = kind.fused_experts
 
         # Name -> location in the stored tensors.
         hidden = language_model.get("hidden_size")

@@ -168,8 +168,11 @@ def with_modelopt_file(config: Mapping[str, Any], settings: Mapping[str, Any]) -
     """Return a config.json with the quantisation of `MODELOPT_FILE`, unless it has one itself."""
     if quantization_keys(config):
         return dict(config)
+    # The file has no quant_method, but the library that wrote it.
+    method = None
     producer = settings.get("producer")
-    method = producer.get("name") if isinstance(producer, Mapping) else None
+    if isinstance(producer, Mapping):
+        method = producer.get("name")
     return {**config, "quantization_config": {"quant_method": method, **settings}}
 
 
@@ -246,9 +249,9 @@ def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> Use
     )
 
 
-def is_one_number(shape: Shape) -> bool:
-    """Return whether a tensor of this shape has one element."""
-    return all(size == 1 for size in shape)
+def is_one_number(shape: Shape | None) -> bool:
+    """Return whether a tensor of this shape has one element; None stands for no tensor."""
+    return shape is not None and all(size == 1 for size in shape)
 
 
 def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) -> Quantization:

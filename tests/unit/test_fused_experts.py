@@ -70,7 +70,7 @@ def test_a_tensor_of_all_experts_without_their_dimension_is_named(workspace: Pat
     file = workspace / "fused/model.safetensors"
     fuse(file, FusedExperts())
     tensors = load_file(file)
-    name = "model.layers.1.mlp.experts.down_proj"
+    name = "model.layers.2.mlp.experts.down_proj"
     tensors[name] = tensors[name][0].clone()
     save_file(tensors, file, metadata={"format": "pt"})
     (error,) = refusals(workspace / "fused")

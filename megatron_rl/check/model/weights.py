@@ -347,8 +347,10 @@ def _read_scales(
             # A byte contains two numbers.
             shape = (*shape[:-1], 2 * shape[-1])
             tensor_scale = stored.get(tensor_scales.get(name, ""))
-            if tensor_scale is None or not is_one_number(tensor_scale.shape):
-                scale_shape = tensor_scale.shape if tensor_scale else None
+            scale_shape = None
+            if tensor_scale is not None:
+                scale_shape = tensor_scale.shape
+            if not is_one_number(scale_shape):
                 return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
 
         if quantization.block_of(shape, scales.shape) is None:

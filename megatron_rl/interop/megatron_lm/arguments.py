@@ -26,6 +26,7 @@ ABSENT: Mapping[str, str] = {
     "no_rope_freq": "layers without rotary angles",
     "experimental_attention_variant": "another attention",
     "attention_output_gate": "a gate on attention's output",
+    "linear_attention_freq": "linear attention",
     "window_size": "local attention",
     "qk_l2_norm": "an L2 norm of queries and keys",
     "heterogeneous_layers_config_path": "layers that differ",
@@ -40,6 +41,16 @@ ABSENT: Mapping[str, str] = {
     "fp32_residual_connection": "residuals in float32",
 }
 """Megatron-LM's arguments of features that cannot be trained here -> name of the feature, for errors."""
+_SETTINGS_WITHOUT_ARGUMENT = (
+    "moe_router_dtype", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "num_moe_experts", "num_query_groups",
+    "original_max_position_embeddings", "beta_fast", "beta_slow",
+)  # fmt: skip
+"""Settings of a model that its arguments need not have.
+
+They concern training, or are arguments of another name. Latent attention has no groups. Megatron-LM has no
+arguments for the last three, of YaRN, and takes the values of DeepSeek's checkpoints.
+"""
 _ARGUMENTS_WITHOUT_EFFECT = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
@@ -52,15 +63,9 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     config = model.config
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    refusal = _unsupported_feature(model, activation, rope)
-    if refusal is not None:
-        raise UserError(
-            f"Megatron-LM has no arguments for a model of the family {model.family.title}",
-            where="--format megatron",
-            expected="a decoder that pretrain_gpt.py builds",
-            got=refusal,
-            fix="export it as a Hugging Face model: --format hf",
-        )
+    feature = _unsupported_feature(model, activation, rope)
+    if feature is not None:
+        raise _no_arguments_error(model, feature)
 
     # Without grouped queries Megatron-LM's default number of groups is 1.
     is_grouped = not shape.mla and shape.kv_heads != shape.heads
@@ -110,7 +115,42 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         arguments["rope_scaling_factor"] = rope["factor"]
     if shape.experts:
         arguments |= _expert_arguments(model)
+
+    # Whatever else the model sets in Megatron, its arguments would leave out.
+    feature = _unargued_feature(model, arguments)
+    if feature is not None:
+        raise _no_arguments_error(model, feature)
     return arguments
+
+
+def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
+    """Return the error of a model with a feature for which Megatron-LM has no argument."""
+    return UserError(
+        f"Megatron-LM has no arguments for a model of the family {model.family.title}",
+        where="--format megatron",
+        expected="a decoder that pretrain_gpt.py builds",
+        got=feature,
+        fix="export it as a Hugging Face model: --format hf",
+    )
+
+
+def _unargued_feature(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
+    """Return a feature that the family or the blocks set in Megatron and no argument has, or None."""
+    shape = model.shape
+    settings: dict[str, Any] = {}
+    for block in (*shape.mixers, *shape.feed_forwards):
+        settings |= block.settings(shape)
+    settings |= model.family.megatron(model.config)
+
+    for name, value in settings.items():
+        argument = arguments.get(name)
+        # A setting that is off needs no argument.
+        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or not (argument or value):
+            continue
+        return ABSENT.get(name, f"{name} = {value}")
+    if model.family.features:
+        return model.family.features[0].replace("_", " ")
+    return None
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
