@@ -178,7 +178,8 @@ def _host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | 
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
         return None
-    return _HostRequest(*record, tokens)
+    sampling, turn_tokens, support = record
+    return _HostRequest(sampling, turn_tokens, support, tokens)
 
 
 @cache
