@@ -87,9 +87,9 @@ def test_schedules_over_tokens_go_on_in_later_steps_and_after_a_resume(fork, mat
         "ranks": [1, 2],
         "oversample": 0.5,
         "partial": True,
-        "round_tokens": 3,
-        "max_response_tokens": 14,
-        "min_response_tokens": 5,
+        "round_tokens": 2,
+        "max_response_tokens": 24,
+        "min_response_tokens": 2,
         "sampling_profiles": {"hot": HEATED, "narrow": NARROW},
     }
     if turns == 2:

@@ -143,6 +143,7 @@ def test_engines_report_the_distribution_that_each_token_was_sampled_from(rollou
     mask = rollouts.response_mask
     torch.testing.assert_close(rollouts.rollout_log_probs[mask].double(), log_probs, atol=2e-6, rtol=0)
 
+    assert rollouts.support_sizes is not None and rollouts.support is not None
     sizes = rollouts.support_sizes[mask].tolist()
     reported = [set(part.tolist()) or set(range(VOCABULARY)) for part in rollouts.support.split(sizes)]
     assert reported == supports
