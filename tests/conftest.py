@@ -165,13 +165,20 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks: tests/distributed, and all users of the fixtures above.
 
-    Some tests of tests/distributed read files of the ranks of another test in the same module. Without a
+    Some tests of tests/distributed read files of the ranks of another test in the same module. Tests of the
+    marker ``campaign`` are deselected unless ``-m`` names it, see tests/campaign/matrices.py. Without a
     browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
         starts_ranks = STARTS_RANKS & set(getattr(item, "fixturenames", ()))
         if starts_ranks or item.path.is_relative_to(ROOT / "tests/distributed"):
             item.add_marker("starts_ranks")
+
+    if "campaign" not in config.option.markexpr:
+        campaign = {item for item in items if item.get_closest_marker("campaign")}
+        items[:] = [item for item in items if item not in campaign]
+        config.hook.pytest_deselected(items=list(campaign))
+
     if browser.executable() is None and (pages := [item for item in items if "browser" in item.keywords]):
         items[:] = [item for item in items if item not in pages]
         config.hook.pytest_deselected(items=pages)
