@@ -55,6 +55,16 @@ ROLLOUTS = {
 """Rollout on a host by engine."""
 DELTA_NETS = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 """Families that `check` refuses with vLLM on a host, and that a plain torch model samples from."""
+SUITE = (
+    "llama",  # tensor, then pipeline parallelism
+    "gemma3",  # norms behind each block, two rotary bases, a scaled embedding
+    "glm-moe-dsa",  # latent attention and experts, copied indexers, an engine that builds another family
+    "qwen3-5-moe",  # delta nets, and the plain engine
+    "minimax-m2",  # norms over the heads of all tensor-parallel ranks, a bias of the experts' choice
+    "qwen3-lora",
+    "qwen3-moe-lora",
+)
+"""Families of the suite: each has names of tensors, or a path to the engine, that none before it has."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
 
 
@@ -92,14 +102,17 @@ def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-@pytest.mark.parametrize("third", [0, 1, 2])
+@pytest.mark.parametrize(
+    "part", ["suite", *(pytest.param(third, marks=pytest.mark.campaign) for third in (0, 1, 2))]
+)
 def test_every_family_goes_through_every_command(
-    third: int, fork: Any, material: Path, tmp_path: Path
+    part: str | int, fork: Any, material: Path, tmp_path: Path
 ) -> None:
     tiny = {config_of(name).model_type: name for name in reversed(FAMILIES)}
     assert set(tiny) == set(TABLE)
     families = list(tiny.values())
-    names = (*families, "qwen3-lora", "qwen3-moe-lora")[third::3]
+    rest = [family for family in families if family not in SUITE]
+    names = SUITE if part == "suite" else rest[int(part) :: 3]
     for name in names:
         prepare(tmp_path, name, material)
     fork(SCRIPT, 2, tmp_path, *names, timeout=580)
@@ -107,15 +120,17 @@ def test_every_family_goes_through_every_command(
         check(tmp_path, name)
 
 
+@pytest.mark.parametrize(
+    "names", [("deepseek-v3", "gpt-oss"), pytest.param(("qwen3",), marks=pytest.mark.campaign)]
+)
 def test_checkpoints_as_they_are_published_go_through_every_command(
-    fork: Any, material: Path, tmp_path: Path
+    fork: Any, material: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     """Tensor-parallel slices begin within blocks, and a layer of MTP is quantised too.
 
     DeepSeek's mixture is published as Kimi-K2 is: with a model type that transformers has no class for, which
     is not that of the export. Experts of gpt-oss have 4 bits.
     """
-    names = ("qwen3", "deepseek-v3", "gpt-oss")
     wide = {"hidden_size": 192, "intermediate_size": 320}
     for name in names:
         workspace(tmp_path / name, name, material)
@@ -150,15 +165,21 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
             assert change.abs().max() <= 1.5e-3 * updates, tensor
 
 
-def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engines",
+    [
+        # Experts that are stored transposed, and a family that only the plain engine samples from.
+        {"qwen3-vl-moe": "vllm", "qwen3-5-vision": "torch"},
+        pytest.param(
+            {"gemma3-vision": "vllm", "ministral3-vision": "vllm", "qwen2-5-vl": "vllm"},
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_multimodal_checkpoints_go_through_every_command(
+    fork: Any, material: Path, tmp_path: Path, engines: dict[str, str]
+) -> None:
     """The language model is trained; the export has the rest as it was, and `check` takes it again."""
-    engines = {
-        "gemma3-vision": "vllm",
-        "ministral3-vision": "vllm",
-        "qwen2-5-vl": "vllm",
-        "qwen3-vl-moe": "vllm",
-        "qwen3-5-vision": "torch",
-    }
     for name, engine in engines.items():
         workspace(tmp_path / name, name, material, rollout=ROLLOUTS[engine])
     fork(SCRIPT, 2, tmp_path, *engines, timeout=500)
