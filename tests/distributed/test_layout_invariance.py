@@ -18,6 +18,7 @@ from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.pretrained import describe
 from tests.hf_models import FAMILIES, config_of, save_model, use_epsilon_of_config
+from tests.representatives import LAYERS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import make_batch, reference_log_probs
@@ -54,21 +55,8 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-LAYERS: Mapping[str, int] = {
-    "qwen2": 4,  # grouped-query attention and gated MLP, the layers of most families
-    "gemma3": 3,  # sliding windows, two rotary bases, norms behind each block
-    "qwen3-5": 3,  # gated delta nets, gated attention
-    "qwen3-moe": 4,  # experts
-    "deepseek-v3": 4,  # latent attention, groups of experts, shared experts, dense first layers
-    "qwen3-next": 3,  # delta nets beside experts, a gated shared expert
-    "gpt-oss": 3,  # attention sinks, experts with biases
-    "minimax-m2": 2,  # norms over the heads of all tensor-parallel ranks
-}
-"""Families with layers that none before them has, and the number of their layouts in the suite.
-
-The other families combine these layers: one layout each shows that their weights are cut as the layers need.
-Their other layouts are campaign tests, and `every_layout` has all products of sizes.
-"""
+LAYOUTS_WITH_OWN_LAYERS = 3
+"""Number of layouts in the suite of a family that has layers of its own; `every_layout` has all products."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 10.0, "qwen3-next": 4.0}
@@ -109,12 +97,19 @@ def listed(family: str) -> list[dict[str, Any]]:
 
 
 def suite_cases() -> list[dict[str, Any]]:
-    """Return the cases of the suite: each family takes the layouts that the fewest have taken before it."""
+    """Return the cases of the suite: each family takes the layouts that the fewest have taken before it.
+
+    One layout of a family without layers of its own shows that its weights are cut as the layers need.
+    """
     taken: Counter[tuple[bool, str]] = Counter()
     cases = []
     for family in sorted(FAMILIES, key=lambda name: name not in LAYERS):
-        by_use = sorted((taken[layout_key(entry)], number) for number, entry in enumerate(listed(family)))
-        selected = [listed(family)[number] for _, number in by_use[: LAYERS.get(family, 1)]]
+        count = 1
+        if family in LAYERS:
+            count = LAYOUTS_WITH_OWN_LAYERS
+        available = listed(family)
+        by_use = sorted(range(len(available)), key=lambda number: taken[layout_key(available[number])])
+        selected = [available[number] for number in by_use[:count]]
         taken.update(map(layout_key, selected))
         cases += selected
     return cases

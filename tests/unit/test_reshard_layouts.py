@@ -29,6 +29,7 @@ from megatron_rl.shapes.lora import Lora, adapted, default_targets
 from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
 from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of
+from tests.representatives import represented
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +57,7 @@ SIZES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", represented())
 @settings(max_examples=20, deadline=None)
 @given(sizes=SIZES, places=st.sampled_from([1, 2, 4]), vocabulary=st.integers(65, 200), data=st.data())
 def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabulary, data):
@@ -131,7 +132,9 @@ def least_sent(plan):
     )
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name", ["70b", "235b", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("405b", "v3"))]
+)
 def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     """Models with experts have 16 layers here: the peers of all layers, and a share of their messages."""
     folder, sizes, ranks, tensor, whole_experts, layers = LARGE[name]
