@@ -52,15 +52,17 @@ class Recording:
     """Whether the page shows the run's curve."""
 
 
-_RESUMED = "NPROC=2 launch/local.sh launch/examples/dataflow/run.yaml run_dir=runs/resumed"
-_UNHEALTHY = "launch/examples/own_reward/run.sh run_dir=runs/unhealthy steps=10"
+_TRAINED = "model.path=runs/quickstart/hf sft=null"
+"""The quickstart's model in place of a warm-up: a run of seconds."""
+_RESUMED = f"NPROC=2 launch/local.sh launch/examples/dataflow/run.yaml {_TRAINED} run_dir=runs/resumed"
+_UNHEALTHY = f"launch/examples/own_reward/run.sh {_TRAINED} run_dir=runs/unhealthy steps=10"
 RECORDINGS = {
     "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
     "first_hour": Recording(
         (
             "python -m megatron_rl doctor",
             "python -m megatron_rl check configs/quickstart.yaml",
-            "NPROC=4 launch/local.sh configs/quickstart.yaml steps=2 run_dir=runs/two_steps",
+            f"NPROC=4 launch/local.sh configs/quickstart.yaml {_TRAINED} steps=2 run_dir=runs/two_steps",
         ),
         "runs/two_steps",
     ),

@@ -176,10 +176,12 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
 
     for line in samples.unreadable:
         print(f"warning: {line}", file=console)
-    print(
-        f"learning curves: {folder.curve}\nreport:          {folder.report}",
-        file=console,
-    )
+    files = [("learning curves:", folder.curve), ("report:", folder.report)]
+    # A run in progress, or one that exports nothing, has no model yet.
+    if folder.model.is_dir():
+        files.append(("trained model:", folder.model))
+    for label, path in files:
+        print(f"{label:<16} {path}", file=console)
     return folder.report
 
 
