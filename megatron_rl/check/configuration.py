@@ -95,10 +95,10 @@ _PROVIDER_KEYS = ("model.provider", "model.weights")
 """Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
 
 _USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
-"""Keys that may name the user's code that runs inside the training processes."""
+"""Pattern of the keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
-"""Dotted configuration keys, unlike the files and commands that an error may also be about."""
+"""Pattern of a dotted configuration key, unlike the files and commands that an error may also be about."""
 
 
 @dataclass(frozen=True)
@@ -276,10 +276,10 @@ def check_config(
         training: Whether this is the check at the start of a run, on each of its ranks: files that
             ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
-        elsewhere: Whether the run will be on other machines. Packages that this machine lacks are then no
-            errors: missing packages of the run are not reported, those of the user's code are warnings.
+        elsewhere: Whether the run will be on other machines. If so, missing packages of the run are not
+            reported, and packages that the user's code imports and this machine lacks are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
-        patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
+        patience: Maximum seconds that Megatron may take to validate its settings; 0 skips the validation.
 
     Raises:
         UserErrors: The configuration could not be read at all.
@@ -349,7 +349,8 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 
 
 def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
-    """Check Megatron's settings of every role; return the keys that Megatron itself has to validate.
+    """Check Megatron's settings of every role; return the keys of settings that Megatron itself has to
+    validate.
 
     ``elsewhere`` is whether the run will be on other machines.
     """
@@ -486,7 +487,7 @@ def _check_world_size(check: _Check) -> int:
 
 
 def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
-    """Check the layouts of all roles; return those whose own values are valid."""
+    """Check the layouts of all roles; return role -> layout for those whose own values are valid."""
     layouts: dict[str, ParallelLayout] = {}
     if not check.is_valid("placement"):
         return layouts
@@ -568,7 +569,7 @@ def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout
 
 
 def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
-    """Return the roles with a Megatron model whose config.json is available."""
+    """Return the roles whose Megatron configuration a trial can build: those with a config.json."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
     roles: list[TrialRole] = []
@@ -608,7 +609,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Build the report; derive the remaining values and the plans only if there are no errors."""
+    """Build the report of a check; derive the remaining values and the plans only if there are no errors."""
     plans = None
     config = check.config
     if not check.errors:
@@ -729,7 +730,9 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Append the origin of an error's value, a file and line or an override, to the key in ``where``."""
+    """Add the origin of an error's value, a file and line or an override, to the configuration key in
+    ``where``.
+    """
     key = error.where
     if key is None or not _KEY.fullmatch(key):
         return error

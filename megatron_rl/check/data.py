@@ -66,7 +66,7 @@ from megatron_rl.data.template_renderer import TemplateRenderer
 from megatron_rl.errors import UserError
 
 MIN_RECORDS = 200
-"""Records at the start of a data set that are read, however large it is."""
+"""Minimum number of records that are read at the start of each data set, however large it is."""
 
 WHOLE_BYTES = 16 << 20
 """Bytes of JSON lines, over all data sets, that `check` reads completely: about a second's work."""
@@ -118,17 +118,17 @@ class DataSet:
 
     @property
     def path(self) -> str:
-        """Return the key that names the data set, such as ``data.train``."""
+        """Return the configuration key that names the data set, such as ``data.train``."""
         return self.reader.setting
 
     @property
     def data(self) -> DataConfig:
-        """Return the settings that name the fields of its records."""
+        """Return the settings that name the fields of the data set's records."""
         return self.reader.data
 
     @property
     def responses(self) -> Mapping[str, str]:
-        """Return the fields of responses with the settings that name them."""
+        """Return the fields that contain responses: field -> setting that names it."""
         return self.reader.responses
 
 
@@ -175,7 +175,7 @@ class DatasetStats:
     limit: int | None
 
     def line(self) -> str:
-        """Return the statistics as one sentence."""
+        """Describe the numbers of records and tokens as one sentence of the report."""
         records = f"the first {self.records:,} of many"
         if self.records == self.total:
             records = f"all {self.total:,}"
@@ -256,14 +256,14 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
 
 
 def _source_paths(source: DataPath) -> list[Path]:
-    """Return the paths and patterns of a source."""
+    """Return the paths and glob patterns that a setting for a data set lists."""
     if isinstance(source, str | Path):
         return [Path(source)]
     return [Path(item) for item in source]
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, or None if all do."""
+    """Return the first path of a data set that does not exist, or None if all exist."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:

@@ -81,7 +81,10 @@ class Files:
         return findings
 
     def _preparation(self, path: Path) -> tuple[str, str] | None:
-        """Return the directory at or above ``path`` that a command creates, with this command; else None."""
+        """Return the directory at or above ``path`` that a preparation command creates, and the command.
+
+        Returns None if no command creates such a directory.
+        """
         commands = dict(self.prepare)
         commands |= {directory: copy.command for directory, copy in self.hub.items()}
         for directory, command in commands.items():

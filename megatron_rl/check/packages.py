@@ -26,7 +26,7 @@ _UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 class _Requirement(NamedTuple):
-    """A package that the ``value`` of a key needs, and the extra of this project that installs it."""
+    """Optional package that a configured value needs: key, value, package, and the extra that installs it."""
 
     path: str
     value: str

@@ -69,11 +69,11 @@ class FunctionRef(NamedTuple):
     key: str
     """The key that names the function."""
     extra: tuple[str, ...] = ()
-    """Further arguments: from the configuration, or passed to this kind of function only."""
+    """Further arguments of each call: from the configuration, or of this kind of function only."""
     accepts_group: bool = True
     """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
-    """Arguments of every call."""
+    """Names of the arguments that a run passes in every call."""
     optional: tuple[str, ...] = (TURNS, TOKENS)
     """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
@@ -146,7 +146,10 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for ``reward.arguments``: reserved names, and values that a run folder has hidden."""
+    """Return the errors for ``reward.arguments``: reserved names, or values that are redacted.
+
+    The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
+    """
     # A reserved name would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
@@ -164,7 +167,9 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that was copied from a run folder, which hides secrets."""
+    """Return the error for a value that was copied from the stored configuration of a run, where it was
+    redacted.
+    """
     if not is_hidden(value):
         return []
     return [
@@ -366,8 +371,8 @@ def _signature_fix(function: FunctionRef, refused: bool, unsupplied: Sequence[st
     return ", or ".join(fixes)
 
 
-class _Loading(NamedTuple):
-    """A function to load in a contained process, with the settings of that process."""
+class _ContainedFunction(NamedTuple):
+    """Function that `check` loads in a contained process, with the settings of that process."""
 
     config: RewardConfig
     """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
@@ -397,44 +402,46 @@ def function_errors(config: RunConfig) -> list[UserError]:
     Functions whose source has errors are skipped, so that one mistake is one error.
     """
     # A process for each function: importing one must not affect another.
-    loadings = [
-        loading
-        for loading in _loadings(config)
+    functions = [
+        function
+        for function in _contained_functions(config)
         # Skip the package's own functions, whose import the tests cover.
-        if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
+        if not (function.config.function or "").startswith("megatron_rl.") and not function.source_errors()
     ]
 
-    if not loadings:
+    if not functions:
         return []
 
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for loading_failures in pool.map(_Loading.errors, loadings):
-            errors.extend(loading_failures)
+        for function_failures in pool.map(_ContainedFunction.errors, functions):
+            errors.extend(function_failures)
     return errors
 
 
-def _loadings(config: RunConfig) -> Iterator[_Loading]:
-    """Yield the functions of rewards, evaluation sets and the LLM judge."""
+def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
+    """Yield the functions that a run calls in contained processes: of rewards, filters, evaluation sets and
+    the judge.
+    """
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
-        yield _Loading(reward, "reward.function")
+        yield _ContainedFunction(reward, "reward.function")
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _Loading(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
+        yield _ContainedFunction(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.functions().items():
-            yield _Loading(reward.of_function(function), f"evaluation.sets.{name}.{key}")
+            yield _ContainedFunction(reward.of_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 
     # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
-    yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
+    yield _ContainedFunction(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
     if is_function(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
-        yield _Loading(template, "reward.judge.template", returns_text=True, accepts_group=False)
+        yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
 PATIENCE = 2.0
@@ -446,7 +453,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _SET_BY_JUDGE = ("model", "messages", "stream", "n")
-"""Parameters of a judge's request that the run sets itself."""
+"""Parameters of a request to an LLM judge that the run sets itself."""
 
 
 def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
@@ -457,7 +464,7 @@ def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerCon
 
 
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
-    """Yield the errors for the servers' settings, without sending a request."""
+    """Yield the errors for the settings of reward servers, without sending a request."""
     for section, config in _reward_servers(reward):
         yield from check_server(section, config)
 
@@ -475,7 +482,7 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
 
 
 def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
-    """Yield a warning about a teacher's server that does not respond now."""
+    """Yield a warning if the teacher's server does not respond now."""
     (problem,) = _request_all([(config.url, None)])
     if problem is not None:
         yield UserError(
@@ -657,10 +664,10 @@ def silent_servers(
 
 
 def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
-    """Send a request to each (URL, health path) in parallel; return the problem of each, None for a response.
+    """Send a request to each (URL, health path) in parallel.
 
-    Uses daemon threads instead of a pool: a DNS lookup can block longer than `check` waits, and a pool would
-    wait for it at exit.
+    Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
+    of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
     """
     problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
 
@@ -679,7 +686,7 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, or None for a healthy server.
+    """Send one request to ``url``; return its problem as text, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """

@@ -113,7 +113,7 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for teachers of tasks: an invalid name, no model, or a task of two teachers."""
+    """Yield the errors for teachers of single tasks: invalid names, no model, or two for the same task."""
     teachers_of_task: dict[str, list[str]] = {}
     for name, teacher in config.teachers.items():
         path = f"teachers.{name}"
@@ -216,7 +216,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for values that contradict each other."""
+    """Yield the errors for values of two settings that contradict each other."""
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -346,7 +346,10 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
-    """Yield the errors for the weights of sources after a number of steps."""
+    """Yield the errors for the weights with which sources of prompts are drawn from step ``steps`` on.
+
+    ``weights``: name of a source -> weight. ``sources``: names of all sources.
+    """
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(

@@ -50,7 +50,9 @@ class FilteredRows:
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers for which no scorer is called: failed filters, and rewards of removed rows."""
+        """Return row -> answer for rows that no scorer needs to see: failures of the filter, rewards of
+        removed rows.
+        """
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
@@ -117,13 +119,15 @@ class ResponseFilters:
         return _KEPT
 
     def close(self) -> None:
-        """End the function's processes."""
+        """End the worker processes of the user's filter function, if there is one."""
         if self._function is not None:
             self._function.close()
 
 
 def _verdict(answer: Answer) -> Answer:
-    """Convert the answer of the user's function, 1 (keep) or 0 (remove), to the answer of a filter."""
+    """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to the form of a built-in filter's
+    answer.
+    """
     if answer.reason is not None:
         return answer
     if answer.reward not in (0.0, 1.0):

@@ -55,7 +55,7 @@ class Failure(NamedTuple):
     reason: str
     """One word, for metrics."""
     message: str
-    """Details, such as the function's traceback."""
+    """Details of the failure, such as the function's traceback."""
 
 
 def last_lines(message: str, limit: int) -> str:
@@ -106,7 +106,7 @@ class RewardResult:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failure of each invalid sample."""
+        """Return one entry per invalid sample: its row, its failure reason and the message."""
         return tuple(
             Failure(row, answer.reason, answer.message)
             for row, answer in enumerate(self.answers)
@@ -114,9 +114,11 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``extra_metrics``, and the fraction of samples ``reward/invalid_<reason>`` per failure.
+        """Return ``extra_metrics`` with ``reward/invalid_REASON``, the fraction of samples that failed for
+        each reason.
 
-        ``reasons`` are the failure reasons on other ranks: their fractions are also of this rank's samples.
+        ``reasons`` are those that occurred on other ranks. Their metrics are included too, since all ranks
+        must have the same metrics; like the others, they count the samples of this rank only.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
@@ -242,7 +244,7 @@ class FunctionReward:
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Send the calls of the queue to the workers and store every outcome, until all are answered."""
+        """Send queued calls to the workers and store their outcomes, until every call has ended."""
         # At most half of a worker's calls in one message, so that few calls wait behind a slow one.
         max_calls = max(1, min(CHUNK, -(-len(queue) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:

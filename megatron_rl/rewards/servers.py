@@ -78,7 +78,7 @@ SHORTEST_SECRET = 6
 Shorter words are ordinary ones, which would be replaced all over a message.
 """
 EXCERPT = 200
-"""Characters of a reply that a message quotes."""
+"""Maximum number of characters of a reply that a message quotes."""
 
 
 # Requests
@@ -101,7 +101,7 @@ class Reply(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """Outcome of sending a request once."""
+    """Outcome of one attempt to send a request."""
 
     reply: Reply
     retryable: bool = False
@@ -253,10 +253,10 @@ class Server:
         session: aiohttp.ClientSession,
         body: bytes,
     ) -> _Attempt:
-        """Send a request once."""
+        """Send a request once; return the reply, or the failure and whether another attempt may succeed."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
-                return self._read(response, await _content(response, self._largest_reply))
+                return self._read(response, await _read_content(response, self._largest_reply))
         except TimeoutError:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
@@ -322,7 +322,7 @@ class Server:
         return replace_surrogates(text)
 
 
-async def _content(response: aiohttp.ClientResponse, largest: int) -> bytes:
+async def _read_content(response: aiohttp.ClientResponse, largest: int) -> bytes:
     """Return the body of a response; reading stops once it exceeds ``largest`` bytes."""
     content = bytearray()
     async for data in response.content.iter_any():
@@ -581,7 +581,7 @@ class JudgeReward:
         return cached_replies | dict(zip(new_requests, new_replies, strict=True)), counts
 
     def close(self) -> None:
-        """End the processes of template and parser."""
+        """End the worker processes of the template and the parser, if they are functions."""
         for function in self._functions:
             function.close()
 

@@ -77,9 +77,9 @@ GROUP = "group"
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
 RESTART_SECONDS = 60.0
-"""Time after the first attempt from which no further one begins."""
+"""Seconds after the first attempt to start a process from which no further attempt begins."""
 GRACE_SECONDS = 2.0
-"""Time in which a coroutine must end after it was cancelled at its limit; then its process is replaced."""
+"""Seconds in which a coroutine must end after it was cancelled at its limit; then its process is replaced."""
 
 _SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
 _NAMES_OF_OTHERS = {
@@ -399,9 +399,9 @@ class Call:
     """One call of the function, for a sample or for all samples of a group."""
 
     arguments: dict[str, Any]
-    """Name -> value."""
+    """Arguments of the call: name -> value."""
     rows: tuple[int, ...]
-    """Indices of the samples."""
+    """Indices of the samples that the call is for, in their batch."""
     alone: bool = False
     """Whether no other call may be open in its process: it was open when one ended, and may be the cause."""
     start_time: float = 0.0
@@ -645,7 +645,7 @@ class _CallLoop:
         self._process_id = os.getpid()
 
     def serve(self) -> None:
-        """Make one call after another."""
+        """Make the calls that arrive, one after another, until the trainer closes the connection."""
         while True:
             try:
                 calls = self._requests.read()
@@ -659,7 +659,7 @@ class _CallLoop:
                     value = self._function(**self._arguments_of(item))
                     frames = self._frames_of(value, _group_size(item))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
-                    frames = _all_failed(item, EXCEPTION, format_error(error))
+                    frames = _failure_frames(item, EXCEPTION, format_error(error))
                 self._reply(number, frames)
 
     async def serve_concurrently(self) -> None:
@@ -699,9 +699,9 @@ class _CallLoop:
         try:
             frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
         except TimeoutError:
-            frames = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
+            frames = _failure_frames(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
         except asyncio.CancelledError:  # nothing but the function itself cancels this task
-            frames = _all_failed(item, EXCEPTION, "the function cancelled itself")
+            frames = _failure_frames(item, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 
     async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -712,14 +712,14 @@ class _CallLoop:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the event loop, and every call with it
-            return _all_failed(item, EXCEPTION, format_error(error))
+            return _failure_frames(item, EXCEPTION, format_error(error))
 
     def _arguments_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for which the function has a parameter: the call's and the configured ones."""
         return self._traits.accepted_arguments({**item, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
-        """Send the answers to the call with this number."""
+        """Send the answers (``frames``, one per sample) to the call with this number."""
         if os.getpid() != self._process_id:
             os._exit(0)  # this is a child that the function forked and that returned into the loop
         self._requests.reply({"call": number, "answers": frames})
@@ -732,10 +732,10 @@ def _group_size(item: Mapping[str, Any]) -> int | None:
     return len(item[GROUP])
 
 
-def _all_failed(
+def _failure_frames(
     item: Mapping[str, Any],
     reason: str,
     message: str,
 ) -> list[dict[str, Any]]:
-    """Return the same failure for each sample of a call."""
+    """Return the failure with this reason and message once for each sample of a call."""
     return [failure_frame(reason, message)] * (_group_size(item) or 1)

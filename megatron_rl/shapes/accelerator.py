@@ -20,12 +20,12 @@ MEGATRON = "megatron"
 DDP = "ddp"
 """Section of fields of Megatron's DistributedDataParallelConfig."""
 LAYERS = "layers"
-"""Section of choices of a layer that no field expresses."""
+"""Section of choices between implementations of a layer, for which Megatron has no field."""
 ENVIRONMENT = "environment"
 """Section of environment variables."""
 
 HOPPER = 90
-"""Compute capability x 10 that an accelerator of unknown kind is taken for."""
+"""Compute capability x 10 that is assumed for an accelerator of unknown kind."""
 
 _CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "H800": 90, "H20-": 90, "B200": 100, "GB200": 100}
 """Prefix of a GPU's name in constants.json -> its compute capability x 10."""
@@ -129,7 +129,7 @@ class AcceleratedJob:
     """All roles of a job on accelerators, as far as environment variables depend on them."""
 
     layouts: Mapping[str, ParallelLayout]
-    """Role -> layout, of the models that Megatron computes."""
+    """Role -> layout of its model, for roles whose models Megatron computes (not vLLM)."""
     captures_all_reduce: bool
     """Whether vLLM shares buffers of CUDA graphs between tensor-parallel ranks for its own all-reduce, which
     needs memory without expandable segments."""
@@ -262,7 +262,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "communication starts before the product that hides it; alone it would only hold kernels back",
     ),
 )  # fmt: skip
-"""Rows with one key exclude each other."""
+"""The defaults; of the rows with the same key, the condition of at most one is fulfilled."""
 
 STAYS_OFF: Mapping[str, str] = {
     "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
@@ -282,7 +282,11 @@ def applicable_rows(
     section: str | None = None,
     explicit: Mapping[str, Any] | None = None,
 ) -> Iterator[AcceleratorDefault]:
-    """Yield the rows of `DEFAULTS` that apply, of one section or all, without keys that ``explicit`` has."""
+    """Yield the rows of `DEFAULTS` that apply to a role or a job.
+
+    ``section``: section of the rows, or None for all sections. ``explicit``: settings of the user, whose keys
+    are omitted.
+    """
     # Environment variables belong to a job, all other rows to a role.
     is_job = isinstance(subject, AcceleratedJob)
     for row in DEFAULTS:

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of rotary angles that do not depend on the sequence length."""
 LARGEST = 1 << 40
-"""Largest size that is accepted: far beyond any real model."""
+"""Largest size in a config.json that is accepted: far beyond any real model."""
 
 
 @dataclass
@@ -42,14 +42,14 @@ class ConfigReader:
     """Missing and unsupported values."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default for an absent or null one."""
+        """Return the value of a key, or ``default`` if the key is absent or null."""
         value = self.config.get(key)
         if value is None:
             return default
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; record an error and return 1 for anything else."""
+        """Return the positive integer at a key; record an error and return 1 for any other value."""
         # JSON's true and false are integers in Python.
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
@@ -71,13 +71,13 @@ class ConfigReader:
         return 1
 
     def count(self, key: str) -> int:
-        """Return a positive integer, or 0 for an absent, null or zero value."""
+        """Return the positive integer at a key, or 0 if the value is absent, null or zero."""
         if not self.config.get(key):
             return 0
         return self.size(key)
 
     def flag(self, key: str) -> bool:
-        """Return a truth value; absent is false."""
+        """Return whether the value at a key is true; an absent one is false."""
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
@@ -93,7 +93,7 @@ class ConfigReader:
         )
 
     def allow(self, key: str, *values: Any) -> None:
-        """Record an error for any value but these; None allows an absent key."""
+        """Record an error if the value at a key is not in ``values``; None permits an absent key."""
         value = self.config.get(key)
         if value not in values:
             expected = " or ".join(_as_json(allowed) for allowed in values)
@@ -141,11 +141,12 @@ class Family:
     renamed: Sequence[tuple[str, str]] = ()
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
-    """Rotary angles may apply to a part of each head only."""
+    """Whether rotary angles may apply to only a part of each head."""
     rope_types: Sequence[str] = ()
     """Types of rotary scaling beyond `ROPE_TYPES`."""
     features: Sequence[str] = ()
-    """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
+    """Names in `megatron.features.FEATURES` of computations for which neither Megatron's settings nor a
+    block exist."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     fused_experts: FusedExperts | None = None
@@ -170,12 +171,15 @@ class Family:
         return name
 
     def normal(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a normalised config.json: one spelling of every key, and defaults for absent ones."""
+        """Normalise a config.json: rename aliases of keys, and add the defaults of absent keys."""
         spelled = {self.aliases.get(key, key): value for key, value in config.items()}
         return {**DEFAULTS, **self.defaults, **spelled}
 
     def shape(self, reader: ConfigReader) -> ModelShape:
-        """Return the shape of a normalised config.json; errors are collected in ``reader.errors``."""
+        """Return the shape of the model that a normalised config.json describes.
+
+        Errors are collected in ``reader.errors``, and the shape is then not meaningful.
+        """
         config = reader.config
         sizes = common_sizes(reader)
 
@@ -320,7 +324,11 @@ def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
 
 
 def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
-    """Read a mixture of experts; ``count`` and ``width`` are the keys of the experts' number and width."""
+    """Read the fields of a mixture of experts.
+
+    ``count`` and ``width``: keys of config.json with the number of experts and the width of one.
+    ``dense_layers``: layers with a dense MLP instead.
+    """
     return {
         "experts": reader.size(count),
         "experts_per_token": reader.size("num_experts_per_tok"),

@@ -17,17 +17,18 @@ Shape = tuple[int, ...]
 _STORED = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)$"
 )
-"""Name of one matrix, or bias, of all routed experts of a layer; of blocks and scales in 4 bits."""
+"""Pattern of the name of a stored matrix or bias of all routed experts of a layer, or of its 4-bit blocks or
+scales."""
 BLOCKS = "_blocks"
-"""End of the name of a matrix in mxfp4."""
+"""End of the name of a matrix that is stored in mxfp4 (numbers of 4 bits)."""
 SCALES = "_scales"
-"""End of the name of its scales."""
+"""End of the name of the scales of a matrix in mxfp4."""
 _DIMENSIONS = {"": 3, "_bias": 2, BLOCKS: 4}
 """Kind of a stored tensor by the end of its name -> number of its dimensions."""
 _EXPERT = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$"
 )
-"""Name of one expert's tensor."""
+"""Pattern of the name of a tensor of one routed expert."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class FusedExperts:
     """
 
     transposed: bool = False
-    """A matrix is [experts, in, out], otherwise [experts, out, in]. Biases are [experts, out]."""
+    """Whether matrices are [experts, in, out] instead of [experts, out, in]. Biases are always [experts,
+    out]."""
     interleaved: bool = False
     """Outputs of gate and up alternate; otherwise all outputs of the gate come before those of up."""
 
@@ -60,7 +62,7 @@ class TensorLocation:
     begin: int = 0
     """First row of the part."""
     end: int = 0
-    """Row after the part."""
+    """Row after the last row of the part."""
     step: int = 1
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False

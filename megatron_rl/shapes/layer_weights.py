@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
-"""Scalar head, which returns one number per token instead of a distribution."""
+"""Checkpoint name of the scalar head, which returns one number per token instead of a distribution."""
 
 BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
 """Last parts of the names, in Megatron and in transformers, of weights that modules have as buffers.
@@ -62,7 +62,7 @@ class Source:
     engine: EngineCut = "whole"
     """How vLLM shards the tensor."""
     float32: bool = False
-    """The values are float32 in a model of any dtype."""
+    """Whether the values are float32 in a model of any dtype."""
     first: int = 0
     """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
     runs: int = 1
@@ -76,17 +76,17 @@ class Source:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the source, before any sharding."""
         return math.prod(self.shape)
 
     @property
     def run_rows(self) -> int:
-        """Return the rows of one run."""
+        """Return the number of rows in each of the source's ``runs``."""
         return self.shape[0] // self.runs
 
     @property
     def end(self) -> int:
-        """Return the number of rows of the checkpoint tensor up to the end of the source."""
+        """Return the row of the checkpoint tensor at which the source ends."""
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
     def pieces(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
@@ -125,7 +125,7 @@ class Weight:
     fused: str = ""
     """Name in layers in which Transformer Engine fuses modules; empty if it is ``name``."""
     expert: bool = False
-    """The parameter exists once per routed expert."""
+    """Whether the parameter exists once per routed expert."""
 
     @property
     def is_buffer(self) -> bool:
@@ -134,12 +134,12 @@ class Weight:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements before any sharding."""
+        """Return the number of elements of the parameter, before any sharding."""
         return sum(source.elements for source in self.sources)
 
     @property
     def groups(self) -> int:
-        """Return the key-value groups that interleave the rows of a ``query_key_value`` parameter."""
+        """Return how many key-value groups interleave the rows of a ``query_key_value`` parameter."""
         return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ _PROCESS_GROUPS = {
 }
 """Name of the process groups of a model -> dimensions that they span."""
 LISTED_RANKS = 8
-"""Ranks that an error lists before it abbreviates."""
+"""Maximum number of ranks that an error lists; further ones are abbreviated."""
 
 
 class Coordinates(NamedTuple):
@@ -85,18 +85,18 @@ class ParallelLayout:
     expert_tensor: int = 1
     """Tensor-parallel size inside each routed expert."""
     sequence_parallel: bool = False
-    """Activations between layers are sharded over the tensor-parallel ranks by tokens."""
+    """Whether activations between layers are sharded by tokens over the tensor-parallel ranks."""
     path: str = "layout"
     """Configuration path that errors name."""
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the role."""
         return len(self.ranks)
 
     @property
     def model_ranks(self) -> int:
-        """Return the ranks of one model replica: tensor x pipeline x context."""
+        """Return the number of ranks of one model replica: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -108,7 +108,7 @@ class ParallelLayout:
 
     @property
     def data(self) -> int:
-        """Return the data-parallel size."""
+        """Return the data-parallel size: the number of model replicas among the role's ranks."""
         return self.size // self.model_ranks
 
     @property
@@ -172,7 +172,7 @@ class ParallelLayout:
         return groups
 
     def outputs(self) -> tuple[int, ...]:
-        """Return for each data-parallel replica the one rank that holds the model's outputs."""
+        """Return, for each data-parallel replica, the rank on which the model's outputs are available."""
         last_stage = self.pipeline - 1
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
@@ -332,7 +332,10 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error for a number of ranks that is not a multiple of the ranks of a model replica."""
+    """Return the error of a number of ranks that model replicas do not divide evenly, or no error.
+
+    ``smallest_world``: smallest number of processes that every role's sizes divide, or None if unknown.
+    """
     product = layout.model_ranks
     if layout.size % product == 0:
         return []
@@ -378,7 +381,7 @@ LOSS = "account_for_loss_in_pipeline_split"
 STAGE_SETTINGS = (FIRST, LAST, EMBEDDING, LOSS)
 """Megatron's settings for uneven pipeline stages."""
 LISTED_DIVISORS = 12
-"""Divisors of the number of layers that an error lists."""
+"""Maximum number of divisors of the number of layers that an error lists."""
 
 
 def stage_layers(

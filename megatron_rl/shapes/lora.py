@@ -26,7 +26,7 @@ TARGETS = (*ATTENTION, *MLP)
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Prefix of a checkpoint's own names in PEFT's files."""
+"""Prefix that PEFT's files put before the names of a checkpoint's modules."""
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates (vllm/config/lora.py, MaxLoRARanks); others are rounded up."""
 ADAPTER = "adapter"
@@ -34,7 +34,7 @@ ADAPTER = "adapter"
 
 
 class Lora(NamedTuple):
-    """Adapters of a model.
+    """Sizes and positions of a model's adapters.
 
     Example: ``Lora(16, ("linear_qkv", "linear_proj"))``.
     """
@@ -146,9 +146,10 @@ def _target_of(weight: Weight) -> str | None:
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return A and B of a linear layer.
+    """Return the parameters A and B of the adapter of a linear layer.
 
-    In a layer that is sharded by columns A is sharded, in any other layer B, by the layer's own rows.
+    In a layer that is sharded by columns, A is sharded in the same way. In any other layer B is sharded, by
+    the layer's rows.
     """
     input_sharded = weight.cut == "columns"
     a_cut: Cut = "stacked"
@@ -242,7 +243,11 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Count the base parameters of the layers' targets on one rank of a pipeline stage."""
+    """Count the parameters that the layers' adapted linear layers (``targets``) have on one rank, without
+    adapters.
+
+    The rank belongs to a pipeline stage with these ``layers``. The result is (outside, in) routed experts.
+    """
     weights = [weight for layer in layers for weight in shape.weights(layer) if _target_of(weight) in targets]
     return sum(_local_elements(weights, _ShardCounts.of(shape, layout)))
 

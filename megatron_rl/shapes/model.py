@@ -22,7 +22,7 @@ from megatron_rl.shapes.blocks.mlp import Mlp
 from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element by the dtypes of a configuration."""
+"""dtype of a configuration -> bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ModelShape:
     kv_heads: int
     """Key-value heads of layers whose block has no separate number (`Mixer.key_value_heads`)."""
     head_dim: int
-    """Size of a head of queries, keys and values, likewise (`Mixer.key_size`); not used by latent
-    attention."""
+    """Size of a head's query, key and value in layers whose block has no separate size (`Mixer.key_size`);
+    not used by latent attention."""
     mlp_width: int
     """Width of a dense MLP."""
     vocab: int
@@ -188,12 +188,12 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> Counter[Mixer]:
-        """The number of layers of each mixer, in the order of the layers."""
+        """Return the number of layers with each mixer, in the order of the layers."""
         return Counter(block.mixer for block in self._blocks)
 
     @cached_property
     def feed_forwards(self) -> Counter[FeedForward]:
-        """The number of layers of each feed-forward, in the order of the layers."""
+        """Return the number of layers with each feed-forward, in the order of the layers."""
         return Counter(block.feed_forward for block in self._blocks)
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
@@ -209,12 +209,14 @@ class ModelShape:
         return self._counted_blocks[key]
 
     def block_parameters(self, block: Block) -> tuple[int, int, int]:
-        """Return the parameters of a layer: tensor-sharded, replicated, and of all its routed experts."""
+        """Return the numbers of a layer's parameters: tensor-sharded, replicated, and of all its routed
+        experts.
+        """
         return self._block_parameters[block]
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
-        """The block of each layer."""
+        """Return the block of each layer."""
         if self.blocks:
             assert len(self.blocks) == self.layers, "a block for each layer"
             return self.blocks
@@ -244,22 +246,22 @@ class ModelShape:
 
     @cached_property
     def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
-        """Layers -> the number of layers of each block among them, as far as they were counted."""
+        """Return the cache of `count_blocks`: layers -> number of layers with each block among them."""
         return {}
 
     @cached_property
     def _block_counts(self) -> Counter[Block]:
-        """The number of layers of each block."""
+        """Return the number of layers with each block."""
         return Counter(self._blocks)
 
     @cached_property
     def _weights(self) -> dict[Block, tuple[Weight, ...]]:
-        """The parameters of a layer by block."""
+        """Return the parameters of a layer with each block: block -> parameters."""
         return {block: layer_weights(self, block) for block in self._block_counts}
 
     @cached_property
     def _block_parameters(self) -> dict[Block, tuple[int, int, int]]:
-        """`block_parameters` by block."""
+        """Compute the result of `block_parameters` for each block of the model."""
 
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
@@ -331,9 +333,10 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> Counter[tuple[int, int]]:
-        """The parameters of all key-value heads, which an engine of more ranks replicates.
+        """Return how many parameters all key-value heads have, which an engine with more ranks than heads
+        replicates.
 
-        Keys are the key-value heads of a layer and the times that vLLM stores the tensor (`engine_copies`).
+        Keys are (the key-value heads of a layer, the times that vLLM stores the tensor (`engine_copies`)).
         """
         parameters: Counter[tuple[int, int]] = Counter()
         for block, count in self._block_counts.items():
@@ -356,7 +359,7 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        """Count all parameters of the checkpoint."""
+        """Count all parameters of the model: embeddings, layers, final norm and output layer."""
         # Embedding and output layer are at the ends of the pipeline.
         ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
         return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
@@ -404,7 +407,7 @@ class ModelShape:
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
+        """Return per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
         sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
         return [
             (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
@@ -427,18 +430,20 @@ class ModelShape:
 
     @cached_property
     def kv_elements(self) -> int:
-        """Count the cache's elements per token of a row, in all layers."""
+        """Count the elements of the KV cache for one token of a sequence, in all layers."""
         return sum(count * mixer.cache_elements(self) for mixer, count in self.mixers.items())
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the cache's bytes per token of a row on one of ``tensor`` ranks."""
+        """Return the bytes of the KV cache for one token of a sequence, on one of ``tensor`` ranks."""
         return sum(
             count * mixer.cache_elements(self) * bytes_per_element / mixer.cache_shards(self, tensor)
             for mixer, count in self.mixers.items()
         )
 
     def state_bytes_per_row(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the cache's bytes per row on one of ``tensor`` ranks, for states of any row length."""
+        """Return the bytes of a sequence's states that do not grow with its length, on one of ``tensor``
+        ranks.
+        """
         return sum(
             count * mixer.state_bytes(self, bytes_per_element) / tensor
             for mixer, count in self.mixers.items()

@@ -171,11 +171,11 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(result.get(key), Mapping):
-            result[key] = _for_text(result[key])
+            result[key] = _text_rope(result[key])
     return result
 
 
-def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters without the sections for image positions.
 
     The three positions of a text token are equal, so that sections make no difference.

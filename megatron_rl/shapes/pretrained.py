@@ -38,7 +38,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files of a checkpoint's folder besides config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
-"""Patterns of more of them: named chat templates, and the code of ``auto_map`` with its vocabularies."""
+"""Patterns of further such files: named chat templates, and the code of ``auto_map`` with its
+vocabularies."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -65,12 +66,12 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """Model of a config.json."""
+    """Model that a config.json describes: its family, its sizes and its tensors."""
 
     family: Family
     """Table entry of the model's family."""
     shape: ModelShape
-    """Sizes."""
+    """Sizes of the model."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
     multimodal: Multimodal | None = None
@@ -101,7 +102,7 @@ class PretrainedModel:
         Sources with the same name are rows of one fused tensor, in order.
         """
         return tuple(
-            replace(weight, sources=tuple(self._named(weight.sources)))
+            replace(weight, sources=tuple(self._rename_sources(weight.sources)))
             for weight in self.shape.weights(layer)
         )
 
@@ -109,7 +110,7 @@ class PretrainedModel:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
 
-    def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
+    def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""
         next_row: dict[str, int] = {}
         for source in sources:

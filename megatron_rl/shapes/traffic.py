@@ -45,7 +45,7 @@ def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     """
     if weight.cut == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
-        return _interleaved(group_rows, weight.groups, rank, ranks)
+        return _interleaved_slices(group_rows, weight.groups, rank, ranks)
 
     # Replicated parameters are complete on every rank.
     if weight.cut in _REPLICATED:
@@ -55,13 +55,13 @@ def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     dim = 0
     if weight.cut == "columns":
         dim = 1
-    bounds = _share
+    bounds = _rank_share
     if weight.cut == "vocabulary":
-        bounds = _padded_share
+        bounds = _padded_rank_share
     return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
-def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
+def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
     """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
     The fused weight has query, key and value rows of the first group, then those of the next group;
@@ -76,7 +76,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
 
-    low, high = _share(groups * group_size, rank, ranks)
+    low, high = _rank_share(groups * group_size, rank, ranks)
     slices = []
     offset = 0
     for size in group_rows:
@@ -93,14 +93,14 @@ def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
-        return Slice(1, *_share(source.shape[1], rank, replica_size))
+        return Slice(1, *_rank_share(source.shape[1], rank, replica_size))
     if source.engine == "vocabulary":
-        return Slice(0, *_padded_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
+        return Slice(0, *_padded_rank_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
 
     if source.engine == "heads" and source.heads < replica_size:
         # Consecutive ranks hold copies of one head.
-        return Slice(0, *_share(size, rank * source.heads // replica_size, source.heads))
-    return Slice(0, *_share(size, rank, replica_size))
+        return Slice(0, *_rank_share(size, rank * source.heads // replica_size, source.heads))
+    return Slice(0, *_rank_share(size, rank, replica_size))
 
 
 def engine_experts(experts: int, rank: int, replica_size: int) -> range:
@@ -114,13 +114,17 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     return range(start, start + quotient + (rank < remainder))
 
 
-def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and stop of one rank's equal share of ``size``."""
+def _rank_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return start and stop of rank ``rank``'s share of ``size`` elements, in shares that are as equal as
+    possible.
+    """
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
-def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
-    """Return start and stop of one rank's share of a size, padded to a multiple and to equal shares."""
+def _padded_rank_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
+    """Return start and stop of a rank's share of ``size`` rows, after padding to ``multiple`` and to equal
+    shares.
+    """
     padded = -(-size // multiple) * multiple
 
     # The last ranks have fewer rows of the tensor, or none.
@@ -259,7 +263,7 @@ def peers_on_node(
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Bytes of one weight sync."""
+    """Bytes that one weight sync moves, in total and to each rollout rank."""
 
     model_bytes: int
     """Bytes of one complete copy of the weights."""
@@ -333,7 +337,7 @@ def shared_bytes(
 
 
 def _sum_by_rank(sizes: Iterable[Sequence[int]]) -> list[int]:
-    """Return the sums of bytes [ranks of a replica]."""
+    """Sum lists of bytes [ranks of a replica] element by element."""
     return [sum(sizes_of_rank) for sizes_of_rank in zip(*sizes, strict=True)]
 
 
@@ -355,7 +359,7 @@ class _LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Engine:
-    """Replica of a rollout engine with one model."""
+    """Replica of a rollout engine, which needs the weights of one model."""
 
     shape: ModelShape
     replica_size: int
@@ -441,8 +445,8 @@ class _Engine:
         replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
         experts_per_rank = self.shape.experts // trainer.expert
-        one_expert = self._expert_bytes(_sharded(routed), trainer.expert_tensor)
-        (one_replicated,) = self._expert_bytes(_replicated(routed), 1)
+        one_expert = self._expert_bytes(_sharded_weights(routed), trainer.expert_tensor)
+        (one_replicated,) = self._expert_bytes(_replicated_weights(routed), 1)
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
             local_counts = [self._common_experts(local, index) for index in range(self.replica_size)]
@@ -450,10 +454,10 @@ class _Engine:
             for expert_tensor, sizes in enumerate(one_expert):
                 experts[expert, expert_tensor] = _products(local_counts, sizes)
 
-        (replicated,) = self._bytes(_replicated(dense), 1)
+        (replicated,) = self._bytes(_replicated_weights(dense), 1)
         return _LayerBytes(
             replicated=replicated,
-            dense=self._bytes(_sharded(dense), trainer.tensor),
+            dense=self._bytes(_sharded_weights(dense), trainer.tensor),
             replicated_experts=replicated_experts,
             experts=experts,
         )
@@ -493,12 +497,12 @@ class _Engine:
         return result
 
 
-def _replicated(weights: Iterable[Weight]) -> list[Weight]:
+def _replicated_weights(weights: Iterable[Weight]) -> list[Weight]:
     """Return the parameters that are complete on every tensor-parallel rank of the trainer."""
     return [weight for weight in weights if weight.cut in _REPLICATED]
 
 
-def _sharded(weights: Iterable[Weight]) -> list[Weight]:
+def _sharded_weights(weights: Iterable[Weight]) -> list[Weight]:
     """Return the parameters of which tensor-parallel ranks of the trainer hold different parts."""
     return [weight for weight in weights if weight.cut not in _REPLICATED]
 
@@ -635,7 +639,7 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
         matrix.append([cost for cost in scaled for _ in range(capacity)])
 
     # Each column was repeated ``capacity`` times to make the matrix square.
-    return [slot // capacity for slot in _cheapest(matrix)]
+    return [slot // capacity for slot in _cheapest_assignment(matrix)]
 
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
@@ -663,7 +667,7 @@ def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) ->
     return all(augment(row, set()) for row in range(len(costs)))
 
 
-def _cheapest(matrix: Sequence[Sequence[int]]) -> list[int]:
+def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
     """Return the column of each row in a square matrix's cheapest assignment (Kuhn-Munkres, O(n^3)).
 
     Rows and columns are counted from 1; column 0 stands for the row that is being inserted.

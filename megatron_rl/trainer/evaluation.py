@@ -53,7 +53,7 @@ class EvaluationSet:
     name: str
     """Name of the set; its metrics are named ``eval/NAME/...``."""
     settings: EvaluationSetConfig
-    """Configuration of the set, such as its number of samples per prompt."""
+    """Configuration of the set, for example how many answers are sampled per prompt."""
     prompts: PromptBatch
     """The set's P prompts, with its sampling parameters."""
     reward: RewardRole | None
@@ -120,7 +120,8 @@ def _function_role(
     path: str,
     tokenizer: Any,
 ) -> RewardRole:
-    """Create a role that calls one function, with the time and resource limits of the run's rewards.
+    """Create a reward role that only calls ``function``, with the time and resource limits of the run's
+    rewards.
 
     ``path``: configuration key of the function, for errors.
     """
@@ -175,7 +176,7 @@ def _reward_set(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> EvaluationResult:
-    """Compute the rewards and metrics of the answers to one set. Collective over the world."""
+    """Compute the rewards and metrics of the answers (``rollouts``) to one set. Collective over the world."""
     prefix = f"eval/{evaluation_set.name}"
     # The set's own function replaces all rewards of the run.
     if evaluation_set.reward is not None:

@@ -69,12 +69,12 @@ CURRENT_CODE = "current"
 
 @dataclass(frozen=True)
 class Job:
-    """Configuration and resources of a job on this rank."""
+    """Configuration and resources of a job on this rank: run folder, console, stop request and trackers."""
 
     config: RunConfig
     """Resolved configuration."""
     folder: RunFolder
-    """Run folder."""
+    """Folder with everything that the run writes."""
     console: TextIO
     """Stream to the user's console on the main rank, to the rank's log file on others."""
     phases: Phases
@@ -259,12 +259,12 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
 
 
 def _hardware() -> dict[str, Any]:
-    """Return this host, the device of this rank and the number of ranks."""
+    """Return the name and processor of this host, the device of this rank and the number of ranks."""
     return {**host(), "device": device.name(), "ranks": device.world_size()}
 
 
 def _resumes(config: RunConfig, folder: RunFolder) -> bool:
-    """Return whether a job continues what its run folder has."""
+    """Return whether a job resumes the run that its run folder contains, instead of starting a new one."""
     return folder.has_begun() and config.checkpoint.resume != "never"
 
 

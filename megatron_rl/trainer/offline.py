@@ -132,7 +132,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template, which is equal for all sets."""
+    """Return whether the prompts were rendered with the chat template: those of all sets, or of none."""
     return next(iter(sources.values())).templated
 
 

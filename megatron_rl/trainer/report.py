@@ -58,7 +58,7 @@ PART_OF = {
 }
 """Phases whose time is a part of other phases' time."""
 BETWEEN_STEPS = "between steps"
-"""The same of `OUTSIDE_STEPS`."""
+"""Phases of `OUTSIDE_STEPS` whose time is a part of other phases' time."""
 
 PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (
@@ -70,29 +70,29 @@ _NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SAMPLES = 2000
-"""Samples of a page, as long as every file has `MIN_SAMPLES_OF_A_STEP`."""
+"""Number of samples on a page; more are shown if every file is to have `MIN_SAMPLES_OF_A_STEP`."""
 SAMPLES_OF_A_STEP = 32
-"""Samples of one file at most."""
+"""Maximum number of samples that are shown of one file."""
 MIN_SAMPLES_OF_A_STEP = 4
-"""Samples of one file at least: one for each of `MARKS`."""
+"""Minimum number of samples that are shown of one file: one for each of `MARKS`."""
 MARKS = ("worst", "best", "longest", "invalid")
 """Kinds of samples that every step has on the page, if it has them at all."""
 MAX_TEXT_CHARACTERS = 4000
-"""Length to which a text of a sample is cut."""
+"""Maximum characters of a sample's text; the rest is cut off."""
 _MIN_TEXT_CHARACTERS = 200
-"""The same on the page of a run with many steps."""
+"""Maximum characters of a sample's text on the page of a run with many steps."""
 _PAGE_CHARACTERS = 24_000_000
-"""Length of all texts of a page, from which their cut follows."""
+"""Characters of all samples' texts on a page, from which the maximum of one text follows."""
 _COMPONENT = "component/"
-"""Prefix of the columns with the components of a reward."""
+"""Prefix of the columns in a samples file that contain the components of a reward."""
 TRAINING = "training"
-"""Set of the samples of steps, beside the names of evaluation sets."""
+"""Name under which the page shows samples of training steps, beside the evaluation sets."""
 
 FINISH_REASONS = ("stop", "length", "failed")
 """Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
 
 SummaryRow = tuple[str, str, str]
-"""Row of the final table: name, value, remark."""
+"""Row of the report's final table: name, value, remark."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """Samples of a report.
+    """Samples of training steps and evaluations that a report shows, out of those that a run has stored.
 
     Example: a run with one step of 512 samples has 32 ``rows`` and the ``counts``
     ``[{"set": "training", "step": 1, "stored": 512, "shown": 32}]``.
@@ -256,7 +256,7 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
 
 
 def revision_text(start: Start) -> str:
-    """Return the revisions of the package and of the folder in which a run was started."""
+    """Return the git revisions of the package and of the folder in which a run was started, as text."""
     package_revision = start.revision or "installed from a package"
     if start.working_revision in (None, start.revision):
         return package_revision
@@ -264,7 +264,7 @@ def revision_text(start: Start) -> str:
 
 
 def pairs_text(values: Mapping[str, Any]) -> str:
-    """Return names and values as one line."""
+    """Format names and values as one line, such as ``torch 2.9, vllm 0.12``."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -345,7 +345,7 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
-    """Return the rows of the final table; a metric that was not measured has no row."""
+    """Return the rows of the report's final table; a metric that was not measured has no row."""
     rows = [_accuracy_row(lines, name) for name in measured_accuracies(lines)]
     rows += _trend_rows(lines)
     if lines:
@@ -378,7 +378,7 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
     best = max(range(len(accuracy)), key=accuracy.__getitem__)
     difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
     remark = f"{difference}; best {_three_digits(accuracy[best])} at step {steps[best]}"
-    return name, _change(accuracy[0], accuracy[-1]), remark
+    return name, _change_text(accuracy[0], accuracy[-1]), remark
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
@@ -394,7 +394,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             # At most half of the steps, so that first and last steps do not overlap in a short run.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
-            change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
+            change = _change_text(fmean(values[:steps]), fmean(values[-steps:]), form)
             rows.append((label, change, remark))
 
     return rows
@@ -406,7 +406,7 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
     for metric, label in STAGE_METRICS:
         _, values = series(lines, f"{name}/{metric}")
         if values:
-            changes.append(f"{label} {_change(values[0], values[-1])}")
+            changes.append(f"{label} {_change_text(values[0], values[-1])}")
     steps, _ = series(lines, f"{name}/loss")
     return name, f"{len(steps)} steps", "; ".join(changes)
 
@@ -416,8 +416,8 @@ def _three_digits(value: float) -> str:
     return number_text(value, ".3f")
 
 
-def _change(first: float, last: float, form: str = ".3f") -> str:
-    """Return the text "FIRST → LAST"."""
+def _change_text(first: float, last: float, form: str = ".3f") -> str:
+    """Format a metric's first and last value as ``FIRST → LAST``; ``form`` is their number format."""
     return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
@@ -452,7 +452,7 @@ def _print_tables(
     phases: Sequence[PhaseTime],
     out: TextIO | None,
 ) -> None:
-    """Print the final table and the times of the phases."""
+    """Print the report's final table and the times of the phases; ``out`` is None for standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -626,14 +626,16 @@ def select_rows(
 
 
 def _column(table: Table, name: str) -> list[Any]:
-    """Return the values of a column, None for each row without it."""
+    """Return the values of the column ``name`` of a samples file, None for each row if there is no such
+    column.
+    """
     if name not in table.column_names:
         return [None] * table.num_rows
     return table.column(name).to_pylist()
 
 
 def _numbers(table: Table, name: str) -> list[float | None]:
-    """Return the finite numbers of a column: NaN is a failed reward."""
+    """Return the numbers of the column ``name``, None for NaN (a failed reward) and infinity."""
     return [_finite(value) for value in _column(table, name)]
 
 
@@ -717,7 +719,9 @@ def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
 
 
 def _cut(value: Any, characters: int) -> str:
-    """Return a value as text of at most ``characters``, with the number of characters cut off."""
+    """Convert a value to text of at most ``characters``, followed by the number of characters that were cut
+    off.
+    """
     text = str(value)
     surplus = len(text) - characters
     if surplus <= 0:

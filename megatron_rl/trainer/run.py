@@ -341,7 +341,7 @@ class Training:
             self.job.say(f"{key}: {as_warning(problem)}")
 
     def _progress(self, title: str) -> Progress:
-        """Return a progress display on the console of the main rank."""
+        """Return a progress display named ``title``, which only prints on the main rank."""
         return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
@@ -631,7 +631,10 @@ class Training:
             self._write_report()
 
     def _export(self) -> None:
-        """Write the actor as a Hugging Face model. Collective over the world."""
+        """Write the actor as a Hugging Face model into the run folder, instead of an earlier one.
+
+        Collective over the world.
+        """
         # Remove a model that an earlier job of this run wrote.
         if self.job.main:
             shutil.rmtree(self.folder.model, ignore_errors=True)
@@ -654,7 +657,10 @@ class Training:
 
 
 def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
-    """Return the metrics of a step's tokens per second, counting tokens of prompts and responses."""
+    """Return the tokens per second of a step, in total and per GPU, as metrics.
+
+    Tokens of prompts and of responses count.
+    """
     tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,

@@ -50,8 +50,11 @@ from megatron_rl.types import (
 )
 
 _RENDEZVOUS = itertools.count(1)
-"""Numbers of the open order's rounds: one counter per process for all sources, since all use the same store
-of the job. All ranks run the same rounds, so their counters are equal."""
+"""Numbers of the generation rounds in the open order, in which responses are trained on as they finish.
+
+There is one counter per process for all sources, since all use the same store of the job. All ranks run the
+same rounds, so their counters are equal.
+"""
 
 
 class StalenessError(RuntimeError):
@@ -207,7 +210,11 @@ class RolloutSource:
         return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return the number of token rounds; in the open order, counts of required and surplus groups."""
+        """Return the round's number of token rounds, or in the open order its counts of required and surplus
+        groups.
+
+        In the open order responses are trained on as they finish, so there are no token rounds.
+        """
         if generation_round.rendezvous is None:
             token_rounds = new_tokens.shard.values["round"]
             count = float(token_rounds.max()) if len(token_rounds) else 0.0
@@ -292,7 +299,9 @@ class RolloutSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: groups, counts of informative groups, response lengths."""
+        """Return the state for checkpoints: buffered groups, numbers of informative groups, and response
+        lengths.
+        """
         return {
             **self.buffer.state_dict(),
             "informative": self.informative,
@@ -342,12 +351,12 @@ class RolloutSource:
 
     @property
     def _steps_ahead(self) -> int:
-        """Return `asynchrony.steps_ahead`."""
+        """Return `asynchrony.steps_ahead`: how many steps before its training a batch is sampled."""
         return self.config.asynchrony.steps_ahead
 
     @property
     def _max_staleness(self) -> int:
-        """Return `asynchrony.max_staleness`, in weight updates."""
+        """Return `asynchrony.max_staleness`: the maximum age of a trained-on row, in weight updates."""
         assert self.config.asynchrony.max_staleness is not None
         return self.config.asynchrony.max_staleness
 

@@ -31,7 +31,7 @@ MAX_CONSOLE_CHARACTERS = 300
 
 
 class Samples:
-    """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
+    """Writer of the samples of steps and evaluations, to the run folder and to the trackers."""
 
     def __init__(
         self,
@@ -138,7 +138,9 @@ class Samples:
             self.job.trackers.samples(kind, step, columns)
 
     def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
-        """Return the columns that tables of training samples and of evaluation answers have in common."""
+        """Return the columns that tables of training samples and of evaluation answers both have: name ->
+        values.
+        """
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),

@@ -120,7 +120,10 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for one engine argument, or None for a valid one."""
+    """Return the error for the value of one engine argument, or None if it is valid.
+
+    ``installed``: fields of the installed vLLM's arguments by name, or None if vLLM is not installed.
+    """
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
@@ -158,7 +161,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
 
 def check_user_engine(spec: str) -> list[UserError]:
-    """Return the errors for an engine of the user's, ``file.py:Name``; its module is imported."""
+    """Return the errors for a user-defined engine, ``file.py:Name``, whose module is imported here."""
     if ":" not in spec:
         return []
     try:

@@ -126,7 +126,7 @@ class _CapabilityRule(NamedTuple):
     refused: bool
     """Whether the setting is set and the engine lacks the capability."""
     setting: str
-    """The setting."""
+    """Configuration key of the setting."""
     reason: str
     """Predicate of an error sentence whose subject is the engine."""
     expected: str

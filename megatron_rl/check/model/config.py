@@ -37,7 +37,7 @@ _ROPE_NUMBERS = {
 """Type of rotary scaling -> the numbers that it needs in addition to ``rope_theta``."""
 
 _MAX_ROPE_NUMBER = 1e12
-"""Bound of these numbers, far above those of any model: a larger one is a mistake."""
+"""Upper bound of the numbers of rotary scaling, far above those of any model: a larger one is a mistake."""
 
 _LONGEST_VALUE = 200
 """Number of characters to which an error truncates a value."""
@@ -265,7 +265,7 @@ def _rope_value_errors(
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive integer of the config, or None for any other value."""
+    """Return the positive integer at a key of a config.json, or None for any other value."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -278,7 +278,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
-    """Return the error for one key of a config.json."""
+    """Return the error for the value ``got`` at one key of a config.json.
+
+    ``expected``: valid values. ``fix``: advice to the user, or None for the general one.
+    """
     if not isinstance(got, str):
         got = repr(got)
     return UserError(

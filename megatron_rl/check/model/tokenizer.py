@@ -69,14 +69,14 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         try:
             _load(path)
         except Exception as error:  # `tokenizers` raises bare Exceptions (seen in 0.23)
-            files.errors.append(_unreadable(path / "tokenizer.json", error))
+            files.errors.append(_unreadable_error(path / "tokenizer.json", error))
             return
 
     vocab_file = _read_or_report(path / "vocab.json", files)
     try:
         ids, special = _token_ids(tokenizer or {}, vocab_file, settings)
     except _MALFORMED_VOCABULARY as error:
-        files.errors.append(_unreadable(path / "tokenizer.json", error))
+        files.errors.append(_unreadable_error(path / "tokenizer.json", error))
         return
 
     # Every token id in the model's input needs a row of the embedding.
@@ -205,18 +205,18 @@ def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
         # transformers would block on a pipe, or fail on a folder.
         if os.path.lexists(file):
             error = ValueError("a folder, a pipe, a device or a link to a missing file")
-            files.errors.append(_unreadable(file, error))
+            files.errors.append(_unreadable_error(file, error))
         return None
 
     try:
         return read_json_object(file)
     except (OSError, ValueError) as error:
-        files.errors.append(_unreadable(file, error))
+        files.errors.append(_unreadable_error(file, error))
         return None
 
 
-def _unreadable(file: Path, error: Exception) -> UserError:
-    """Return the error for a JSON file of the model that exists and cannot be read."""
+def _unreadable_error(file: Path, error: Exception) -> UserError:
+    """Return the error for a JSON file of the model that exists and cannot be read because of ``error``."""
     return unreadable_file(
         f"the model's {file.name}",
         file,

@@ -41,7 +41,7 @@ from megatron_rl.shapes.quantized import (
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Largest header in bytes; safetensors itself refuses longer ones."""
+"""Largest valid header of a file in bytes; safetensors itself refuses longer ones."""
 
 _LENGTH_BYTES = 8
 """Bytes at the start of a file that hold the length of its header, little-endian."""
@@ -53,7 +53,7 @@ _COMPARED_BYTES = 2**24
 """Chunk size in bytes for comparing two tensors, since two large embeddings may not fit in memory."""
 
 _MAX_SHOWN = 4
-"""Number of tensor names in an error's text."""
+"""Maximum number of tensor names that an error lists."""
 
 _CONVERT = (
     'python -c "import sys; from transformers import AutoModelForCausalLM as Model; '
@@ -67,7 +67,7 @@ _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a tensor.
+    """Header entry of a tensor in a safetensors file: where its bytes are, and how to read them.
 
     Example: ``StoredTensor((8, 64), "BF16", Path("model.safetensors"), begin=2048, size=1024)``.
     """

@@ -28,9 +28,10 @@ class Attention(Mixer):
     kv_heads: int = 0
     """Key-value heads; 0 for the number of `ModelShape`."""
     keys_are_values: bool = False
-    """The layer has no projection to values: a head's value is its key before norm and rotary angles."""
+    """Whether the layer has no projection to values: a value is its head's key before norm and rotary
+    angles."""
     value_norm: bool = False
-    """Each value is divided by its root mean square, without a weight."""
+    """Whether each value is divided by its root mean square (an RMSNorm without a weight)."""
 
     name: ClassVar[str] = "attention"
     noun: ClassVar[str] = "layers of attention"
@@ -53,7 +54,9 @@ class Attention(Mixer):
         return shape.heads * self.key_size(shape)
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield projections, biases, sinks, and norms of queries and keys."""
+        """Yield the projections to queries, keys, values and output, their biases, the sinks, and the norms
+        of queries and keys.
+        """
         # The rows of the three projections, without the columns: biases have the same.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
@@ -99,40 +102,54 @@ class Attention(Mixer):
                 yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of queries, keys, values, their norms and the output."""
+        """Count the saved elements per token: queries, keys, values, their norms, and the output of
+        attention.
+        """
         if layer.fused:
             return self._fused_elements(layer)
         return self._plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count projections, and copies of them with the tokens of a row together."""
+        """Count the elements per token of the projections, and of copies in which each row's tokens are
+        contiguous.
+        """
         shape = layer.shape
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
         return self.key_size(shape) * (7 * heads + 3 * groups)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
+        """Return 2 h (d_qk + d_v): two FLOPs per element of each of h heads' queries, and of each head's
+        output.
+
+        A query element is multiplied by one of the key, and a probability by each element of the value.
+        """
         return 4 * self.query_width(shape)
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count a key and a value of each key-value head."""
+        """Count the elements of a token's key and value, of every key-value head."""
         return 2 * self.key_value_heads(shape) * self.key_size(shape)
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size of a head."""
+        """Return the head size of queries, keys and values."""
         return self.key_size(shape)
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return one shard per rank, up to one per key-value head: further ranks have copies."""
+        """Return the smaller of the numbers of ranks and of key-value heads; ranks beyond that have copies of
+        a shard.
+        """
         return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the key-value heads, which training does not replicate."""
+        """Return the number of key-value heads: training does not replicate them, so tensor parallelism
+        divides it.
+        """
         return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count queries, outputs, keys and values of a rank's heads."""
+        """Count the elements per token of a rank's queries, keys, values and outputs, which are all
+        exchanged.
+        """
         heads = shape.heads / tensor
         groups = self.key_value_heads(shape) / tensor
         # If the context size does not divide the key-value heads, they are repeated for every head.
@@ -141,11 +158,11 @@ class Attention(Mixer):
         return (heads + groups) * 2 * self.key_size(shape)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
-        """Count keys and values of a rank's key-value heads."""
+        """Count the elements per token of the keys and values of a rank's key-value heads."""
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the field of a gate on the output, if there is one."""
+        """Return the setting for a gate on attention's output, or no setting without such a gate."""
         if not shape.output_gate:
             return {}
         return {"attention_output_gate": True}
@@ -168,7 +185,10 @@ class Attention(Mixer):
         )
 
     def _fused_elements(self, layer: LocalLayer) -> float:
-        """Count what attention of Transformer Engine saves for any recomputation, with flash attention."""
+        """Count the elements per token that Transformer Engine's attention saves, with any recomputation.
+
+        Its flash attention saves only its inputs and its output.
+        """
         shape = layer.shape
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
@@ -185,9 +205,9 @@ class Attention(Mixer):
         return head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
 
     def _plain_elements(self, layer: LocalLayer) -> float:
-        """Count what this package's attention saves.
+        """Count the elements per token that this package's attention saves.
 
-        Its core sees a key and a value for every query head.
+        Its core (the products of queries, keys and values) has a key and a value for every query head.
         """
         shape = layer.shape
         head_dim = self.key_size(shape)
@@ -195,7 +215,8 @@ class Attention(Mixer):
         groups = self.key_value_heads(shape) / layer.tensor
         projection = head_dim * (heads + (2 - self.keys_are_values) * groups)
 
-        # Counted per query head, since keys and values are repeated. The last term is one float32 number.
+        # The core saves queries, keys, values and output of every query head, since keys and values are
+        # repeated, and the float32 log-sum-exp of each head's softmax.
         core = 4 * heads * head_dim + heads * layer.float32_elements
         if shape.sinks:
             # One more dimension of queries, keys, values and output.

@@ -36,12 +36,12 @@ class LocalLayer:
     expert_tensor: int
     """Tensor-parallel size inside each routed expert."""
     token_shards: int
-    """`ParallelLayout.token_shards`."""
+    """Number of ranks that share a row's tokens between layers, see `ParallelLayout.token_shards`."""
     dtype_bytes: int
     """Bytes of an element of the model's dtype."""
     fused: bool
-    """The layer is Transformer Engine's; otherwise Megatron's plain layer with this package's norm and
-    attention, in which nothing is fused but the core of attention."""
+    """Whether the layer is Transformer Engine's. Otherwise it is Megatron's plain layer with this package's
+    norm and attention, in which nothing is fused but the core of attention."""
     recompute: str = "none"
     """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
 
@@ -51,7 +51,8 @@ class LocalLayer:
         return 4 / self.dtype_bytes
 
     def plain_norm(self, width: float, output: bool = True) -> float:
-        """Count the elements that a norm of a plain layer saves: float32 input, normalised values, output.
+        """Count the elements per token that a norm of a plain layer saves: float32 input, normalised values,
+        output.
 
         ``output`` is false if no later layer saves the output.
         """
@@ -83,9 +84,9 @@ class Mixer(ABC):
     kernel_size_name: ClassVar[str] = "a head size"
     """Name of `kernel_size`, for errors."""
     fuses_rotary: ClassVar[bool] = True
-    """Megatron's fused rotary embedding can be used with packed rows."""
+    """Whether Megatron's fused rotary embedding can be used with packed rows."""
     takes_adapters: ClassVar[bool] = True
-    """Models with this mixer may have low-rank adapters."""
+    """Whether models with this mixer may have low-rank adapters."""
 
     @abstractmethod
     def weights(self, shape: ModelShape) -> Iterable[Weight]:
@@ -122,15 +123,19 @@ class Mixer(ABC):
         return shape.heads * shape.head_dim
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return the forward FLOPs of one token per key that it attends to, without those of projections."""
+        """Return the forward FLOPs of one token for each key that it attends to, without those of
+        projections.
+        """
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token for any number of keys, without those of projections."""
+        """Return the forward FLOPs of one token that do not depend on the number of keys, without
+        projections.
+        """
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count the elements of a layer's cache per token of a row."""
+        """Count the elements of a layer's cache for one token of a sequence."""
         return 0
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
@@ -142,15 +147,19 @@ class Mixer(ABC):
         return 0
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a layer's cache per row that do not grow with its length."""
+        """Return the bytes of a layer's cache for one sequence that do not grow with its length."""
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number that a tensor-parallel size of a trained model must divide; 0 for no limit."""
+        """Return the number of heads that the tensor-parallel size of a trained model must divide; 0 for no
+        limit.
+        """
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return heads besides the model's attention heads that tensor parallelism divides, by noun."""
+        """Return further heads that tensor parallelism divides, besides attention heads: plural noun ->
+        number.
+        """
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
@@ -186,7 +195,7 @@ class FeedForward(ABC):
     name: ClassVar[str]
     """Name in `FEED_FORWARDS`, and of its module in Megatron."""
     routed: ClassVar[bool] = False
-    """A router selects among the ``experts`` of `ModelShape` for each token."""
+    """Whether a router selects among the ``experts`` of `ModelShape` for each token."""
 
     @abstractmethod
     def weights(self, shape: ModelShape) -> Iterable[Weight]:
@@ -194,7 +203,9 @@ class FeedForward(ABC):
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the number of inner elements that are computed for a token."""
+        """Return the number of inner elements that are computed for a token, summed over its experts if it
+        has any.
+        """
 
     @abstractmethod
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -220,7 +231,9 @@ class FeedForward(ABC):
         return 0.0
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the widths that tensor parallelism divides, as (noun, width, size of `ParallelLayout`)."""
+        """Return the widths that tensor parallelism divides: (noun, width, name of the size in
+        `ParallelLayout`).
+        """
         return []
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:

@@ -71,14 +71,17 @@ class LatentAttention(Mixer):
         yield _weight("linear_proj", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of queries, keys, values, latents and the output."""
+        """Count the saved elements per token: queries, keys, values, latents and the output of attention."""
         shape = layer.shape
         heads = shape.heads / layer.tensor
         if layer.fused:
+            # Queries and keys, the keys' part without rotary positions on its own, values and output.
             core = heads * (2 * self.key_size(shape) + shape.qk_nope + 2 * shape.v_head_dim)
+            # Latents before and after their norms.
             return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
-        # Queries, keys, values and output, and one float32 number; or only the inputs.
+        # The core saves queries, keys, values and output of every head, and the float32 log-sum-exp of each
+        # head's softmax. With selective recomputation it saves only its inputs: queries, keys and values.
         core = 2 * heads * (self.key_size(shape) + shape.v_head_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
             core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
@@ -87,16 +90,20 @@ class LatentAttention(Mixer):
         return core + output + 4 * shape.qk_rope + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count queries, keys and values, and copies of them with the tokens of a row together."""
+        """Count the elements per token of queries, keys and values, and of copies with contiguous rows."""
         shape = layer.shape
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
+        """Return 2 h (d_qk + d_v): two FLOPs per element of each of h heads' queries, and of each head's
+        output.
+
+        A query element is multiplied by one of the key, and a probability by each element of the value.
+        """
         return 2 * shape.heads * (self.key_size(shape) + shape.v_head_dim)
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count the latent and the rotary key that all heads share."""
+        """Count the elements of a token's latent, and of its rotary key, which all heads share."""
         return shape.kv_lora + shape.qk_rope
 
     def kernel_size(self, shape: ModelShape) -> int:
@@ -104,25 +111,30 @@ class LatentAttention(Mixer):
         return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the attention heads: the latent has none."""
+        """Return the number of attention heads: the latent itself has no heads that could be divided."""
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count queries, outputs, keys and values: every head has separate ones."""
+        """Count the elements per token of a rank's queries, outputs, keys and values; every head has separate
+        ones.
+        """
         return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
-        """Count the latent and the rotary key."""
+        """Count the elements of a token's latent and rotary key."""
         return shape.kv_lora + shape.qk_rope
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the sizes; every query head has a separate key and value once the latent is expanded."""
+        """Return Megatron's sizes of latent attention, with a key-value head for each query head.
+
+        Once the latent is expanded, every query head has a separate key and value.
+        """
         return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
 
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse Megatron's fused rotary embedding."""
+        """Refuse Megatron's fused rotary embedding, which cannot compute latent attention on packed rows."""
         if not settings.get("apply_rope_fusion"):
             return
 
