@@ -18,6 +18,7 @@ LAYERS: Mapping[str, str] = {
     "deepseek-v3": "latent attention, groups of experts, shared experts, dense first layers",
     "qwen3-next": "delta nets beside experts, a gated shared expert",
     "gpt-oss": "attention sinks, experts with biases",
+    "gemma4": "heads of two sizes, keys that are values, buffers",
     "minimax-m2": "norms over the heads of all tensor-parallel ranks",
 }
 """Family -> the layers that it alone has, or has as the first one."""
