@@ -344,7 +344,7 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
         config=config,
         prediction=prediction,
         memory=tuple(memory),
-        traffic=shared_weights(config, actor).traffic(rollout_ranks),
+        traffic=shared_weights(config, actor).traffic(rollout_ranks, config.gpus_per_node),
     )
 
 
