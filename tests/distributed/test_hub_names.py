@@ -111,6 +111,7 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
     model = repositories / "models/Org/tiny"
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
+    (model / "checksums.json").unlink()
     names = sorted(tensors)
     weight_map = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
@@ -119,7 +120,9 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
         weight_map |= dict.fromkeys(part, file)
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     data = repositories / "datasets/Org/sums/main"
-    shutil.copy(data / "train-0.jsonl", data / "train-1.jsonl")
+    records = (data / "train-0.jsonl").read_text().splitlines(keepends=True)
+    (data / "train-0.jsonl").write_text("".join(records[::2]))
+    (data / "train-1.jsonl").write_text("".join(records[1::2]))
 
     config = write_config(tmp_path)
     cache = tmp_path / "cache"
