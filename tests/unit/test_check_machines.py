@@ -209,6 +209,7 @@ def missing_packages(name: str) -> tuple[Path | None, str | None]:
     return find_module(name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
     """Megatron itself then refuses what needs a package that is not here."""
