@@ -1,4 +1,4 @@
-"""Features of families that neither Megatron's settings nor the blocks of their layers express."""
+"""Features of model families that neither Megatron's settings nor the blocks of the layers express."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _scale_embeddings(chunk: Any, spec: ModelSpec) -> None:
 
 
 def _scale_queries(chunk: Any, spec: ModelSpec) -> None:
-    """Multiply queries by a factor of their position."""
+    """Multiply queries by a factor that depends on the token's position, see `scale_queries`."""
     parameters = rope_parameters(spec.model.config)
     beta = parameters["llama_4_scaling_beta"]
     scale_queries(chunk, beta, parameters["original_max_position_embeddings"])
@@ -36,4 +36,4 @@ FEATURES: Mapping[str, Callable[[Any, ModelSpec], None]] = {
     "scaled_queries": _scale_queries,
     "capped_scores": _cap_scores,
 }
-"""The names of `Family.features`: each adds its feature to a new GPTModel chunk."""
+"""Name in `Family.features` -> function that adds this feature to a new GPTModel chunk."""

@@ -107,11 +107,15 @@ class TopTokens(NamedTuple):
     tokens: int
     """Number of tokens of each distribution."""
     vocabulary: int
-    """Tokens from this id on are never among them, although the model may have more."""
+    """Number of tokens that may be selected: ids from this one on are never among the most likely tokens,
+    even if the model has logits for them."""
 
 
 class BucketGradients(NamedTuple):
-    """Results of a forward pass over buckets, with the loss's gradients with respect to them."""
+    """Log-probs of buckets from the forward pass, with the loss's gradients with respect to them.
+
+    A bucket is one of k selected tokens of a distribution; the last bucket is all other tokens together.
+    """
 
     ids: Tensor
     """[n, k] tokens with a bucket of their own, -1 for none; all other tokens share the last bucket."""
@@ -226,7 +230,7 @@ def _gradients(
     tokens, the weight's gradient would be off by 1 %.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen)
+    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen)
 
     # Every tile of rows adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
@@ -303,7 +307,7 @@ def _row_tiles(
         yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + size)
 
 
-def _tile(
+def _tile_size(
     hidden: Tensor,
     weight: Tensor,
     chunk: int,
@@ -323,7 +327,7 @@ def _tile(
 
 
 def _float32_sum(gradient: Tensor) -> Tensor:
-    """Return a zero tensor for a gradient's sum: float32 for half precision, else ``gradient`` itself."""
+    """Return the tensor for a gradient's sum: float32 zeros for half precision, else ``gradient`` itself."""
     if gradient.dtype.itemsize >= 4:
         return gradient
     return torch.zeros_like(gradient, dtype=torch.float32)
@@ -355,11 +359,11 @@ def softmax_statistics(
 ) -> Tensor:
     """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
-    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, whose logits follow, divided by the
-    temperature: [4 + k, n]. At most as many logits exist at a time as ``chunk`` tokens have.
+    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
+    divided by the temperature are appended: [4 + k, n]. At most chunk * V / tp logits exist at a time.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen=False)
+    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen=False)
 
     stats_by_span = []
     for begin in range(0, len(hidden), tile_tokens):
@@ -466,9 +470,9 @@ def _bucket_statistics(
 ) -> Tensor:
     """Reduce a tile to the statistics of the columns outside ``ids`` [n, k] and the logits of ``ids``.
 
-    Returns [4 + k, n], see `statistics`, and overwrites the logits. Taking the columns out before the sum
-    is exact where a difference of sums would lose all digits: the other tokens of a confident model have
-    a probability below the rounding of 1.
+    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. Taking the columns out before
+    the sum is exact where a difference of sums would lose all digits: the other tokens of a confident model
+    have a probability below the rounding of 1.
     """
     bucket_logits, _, in_tile = _take_columns(logits, ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
@@ -550,6 +554,7 @@ def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 TORCH = Reductions(tile_statistics, tile_slope)
+"""Reductions by PyTorch's operations, for every device and dtype."""
 
 
 def triton_reductions() -> Reductions:
@@ -724,7 +729,7 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
-    """Return a tensor of all shards, [ranks, ...], of equal shapes. Collective over ``group``."""
+    """Gather the tensors of all ranks, of equal shapes, into one [ranks, ...]. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)

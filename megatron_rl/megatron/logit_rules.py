@@ -58,7 +58,7 @@ class Penalties:
         before = self.before[items]
         columns = self.tokens - start
         if self.repetition != 1:
-            is_earlier = _counts(columns, before, logits) > 0
+            is_earlier = _count_occurrences(columns, before, logits) > 0
             factor = torch.full_like(logits, self.repetition)
             factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~is_earlier, 1.0)
             logits.mul_(factor)
@@ -66,16 +66,16 @@ class Penalties:
                 slope.mul_(factor)
 
         if self.presence != 0 or self.frequency != 0:
-            counts = _counts(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
+            counts = _count_occurrences(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
             logits.sub_(counts.sign() * self.presence).sub_(counts.mul_(self.frequency))
 
 
-def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-    """Count for each position how often each column's token occurs before it: [n, V / tp].
+def _count_occurrences(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    """Count for each selected position how often the token of each logit occurs earlier in the row.
 
-    ``columns`` [m] are the columns of the row's tokens, outside the range for tokens of other shards;
-    ``before`` [n] ascending is the number of tokens before each position. The result has shape and dtype of
-    ``logits`` [n, V / tp].
+    ``columns`` [m] are the columns of the row's m tokens in ``logits`` [n, V / tp]; a negative or too large
+    number is a token of another shard, which is not counted. ``before`` [n], ascending, is the number of the
+    row's tokens before each position. The result [n, V / tp] has the dtype of ``logits``.
     """
     # A token is counted at all positions after it. An extra row and an extra column collect tokens after the
     # last position and tokens of other shards.
@@ -172,7 +172,7 @@ class RowRules:
     count: int
     """Number of the row's selected tokens."""
     no_stop: int
-    """Number of the first selected tokens that must not be a stop token."""
+    """Number of selected tokens, from the row's first one on, that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
     bias: Tensor
@@ -262,10 +262,11 @@ def apply_rules(
     start: int,
     slope: Tensor | None = None,
 ) -> None:
-    """Apply the rules to the logits [n, columns] of the selected tokens from ``begin`` on, in place.
+    """Apply the rules to the logits [n, columns] of n selected tokens of a micro-batch, in place.
 
-    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of
-    the changed logits with respect to the original ones.
+    ``begin`` is the index of the first of them among the micro-batch's selected tokens. ``start`` is the
+    token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of the changed logits
+    with respect to the original ones.
     """
     for row in rules:
         first = max(row.first - begin, 0)

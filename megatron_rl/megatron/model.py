@@ -92,11 +92,15 @@ class ParallelModel:
     """
 
     chunks: list[GPTModel]
+    """The bare chunks, by virtual pipeline stage."""
     wrapped: list[torch.nn.Module]
     """The chunks as the schedule runs them: in Megatron's DDP if the model trains, otherwise `chunks`."""
     groups: ParallelGroups
+    """Process groups of the role's layout."""
     spec: ModelSpec
+    """Arguments from which the chunks were built."""
     uses_transformer_engine: bool
+    """Whether the layers are Transformer Engine's."""
     routing: Routing | None = None
     """Recorder of expert routing, or None if routing is neither recorded nor replayed."""
     adapters: AdaptedModel | None = None
@@ -247,7 +251,10 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the form that this model's attention takes, in host memory."""
+        """Return the boundaries of consecutive rows in the form that this model's attention takes.
+
+        ``lengths`` are the rows' numbers of tokens. The result is in host memory.
+        """
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
         context = (self.groups.coordinates.context, self.groups.layout.context)
@@ -530,4 +537,5 @@ def _pass_hidden(
     weight: Any = None,
     runtime_gather_output: Any = None,
 ) -> tuple[Tensor, None]:
+    """Return the hidden states unchanged; replaces the forward pass of the output layer."""
     return hidden, None

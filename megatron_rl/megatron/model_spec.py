@@ -1,4 +1,4 @@
-"""Translate a transformers config and a layout to the arguments of Megatron's GPTModel."""
+"""Translation of a transformers config and a parallel layout to the arguments of Megatron's GPTModel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron_rl.shapes.quantized import quantization_keys
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
-    """Return the model of a transformers config, as the table of model families describes it."""
+    """Return the description of a transformers config's model, from the table of model families."""
     return describe(hf_config.to_dict())
 
 
@@ -113,8 +113,8 @@ class ModelSpec:
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the parts of its blocks, norms after them, the features of the family, and the checkpoint's
-        exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
+        These are the additions of its blocks, the norms after attention and MLP, the features of the family,
+        and the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
         """
         shape = self.model.shape
         finish_blocks(chunk, self)
@@ -149,7 +149,7 @@ def model_spec(
 
     prepare_blocks(shape, layout)
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
-    settings.update(_checked_overrides(overrides or {}))
+    settings.update(_check_overrides(overrides or {}))
     config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
@@ -209,7 +209,11 @@ def _frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
-    """Return the inverse frequencies and the factor of cos and sin for one kind of attention."""
+    """Return RoPE's inverse frequencies and the factor of cos and sin for one kind of attention.
+
+    ``layer_type`` is transformers' name of it, "full_attention" or "sliding_attention", or None if the config
+    does not distinguish them.
+    """
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -224,7 +228,7 @@ def _frequencies(
     return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
-def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's TransformerConfig fields; raise UserError for an unknown field or a derived one."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:

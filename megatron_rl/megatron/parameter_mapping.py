@@ -51,7 +51,7 @@ class _Cut:
     count: int
     """Number of ranks that shard the parameter."""
     groups: int
-    """Number of groups of attention heads with one key and one value."""
+    """Number of groups of the model's attention heads; the heads of a group share one key and one value."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,19 @@ class _SourceRows:
 
     @property
     def count(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows that the source selects."""
         return self.source.shape[0]
 
     @property
-    def complete(self) -> Tensor:
-        """Return all rows, which must be contiguous."""
+    def contiguous_rows(self) -> Tensor:
+        """Return a view of all rows that the source selects, which must be contiguous in the tensor."""
         assert self.source.runs == 1, self.source
         if len(self.tensor) == self.count:
             return self.tensor
         return self.tensor.narrow(0, self.source.first, self.count)
 
     def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill ``target`` with rows of the source, starting at its row ``begin``."""
+        """Fill ``target`` with consecutive rows of the source, from row ``begin`` of the source on."""
         position = 0
         for row, rows in self.source.pieces(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
@@ -94,7 +94,7 @@ def _copy_complete(
 ) -> None:
     """Fill a parameter that is complete on every rank."""
     (source,) = sources
-    target.copy_(source.complete)
+    target.copy_(source.contiguous_rows)
 
 
 def _copy_rows(
@@ -102,7 +102,7 @@ def _copy_rows(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill this rank's shard of the rows, or all rows of a replicated parameter."""
+    """Fill a parameter with this rank's shard of the source's rows, or with all rows if it is replicated."""
     (source,) = sources
     if len(target) == source.count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
@@ -116,10 +116,10 @@ def _copy_columns(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill this rank's shard of the columns."""
+    """Fill a parameter with this rank's shard of the source's columns."""
     (source,) = sources
-    columns = source.complete.shape[1] // cut.count
-    target.copy_(source.complete.narrow(1, cut.index * columns, columns))
+    columns = source.contiguous_rows.shape[1] // cut.count
+    target.copy_(source.contiguous_rows.narrow(1, cut.index * columns, columns))
 
 
 def _copy_sections(
@@ -165,7 +165,7 @@ def _copy_stacked(
 ) -> None:
     """Fill a replicated parameter that concatenates its complete sources."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
-        target_slice.copy_(source.complete)
+        target_slice.copy_(source.contiguous_rows)
 
 
 def _copy_vocabulary(
@@ -173,7 +173,7 @@ def _copy_vocabulary(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill the rows of tokens in this rank's shard; the rows that pad the vocabulary stay unchanged."""
+    """Fill a parameter with one row per token of this rank's shard; padding rows stay unchanged."""
     (source,) = sources
     begin = cut.index * target.shape[0]
     rows = min(source.count - begin, target.shape[0])

@@ -1,4 +1,4 @@
-"""Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward.
+"""Passes of packed micro-batches through Megatron's pipeline schedules: forward only, or with backward.
 
 Every rank of a model builds the same list of micro-batches from the same batch. Each stage can therefore
 compute the shapes of the activations that it receives, and the schedules of all stages agree.
@@ -109,9 +109,8 @@ def build_microbatches(
     tokens whose outputs are computed: with ``before`` from the hidden state of the preceding token, which
     predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
     two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
-    stage contain the rows of the batch.
-    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
-    squared probabilities.
+    stage contain their rows of the batch, which the loss reads. ``top_tokens`` requests the most likely
+    tokens of each distribution, ``squared_probs`` the sum of its squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -192,7 +191,10 @@ def _pack(
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> MicroBatch:
-    """Return the micro-batch of ``rows`` in host memory."""
+    """Return the micro-batch of some ``rows`` of the batch, in host memory.
+
+    The other arguments are those of `build_microbatches`.
+    """
     layout = model.groups.layout
     shift = int(before)
 
@@ -251,12 +253,12 @@ def _pack(
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),
-        routed=_routed(model, batch, rows, positions, padding),
+        routed=_routed_tokens(model, batch, rows, positions, padding),
         batch=loss_batch,
     )
 
 
-def _routed(
+def _routed_tokens(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
@@ -265,7 +267,7 @@ def _routed(
 ) -> RoutedTokens | None:
     """Return the routing of this rank's tokens of a micro-batch, or None for a model without a `Routing`.
 
-    ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
+    ``positions`` are the indices of the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
     if model.routing is None:
         return None
@@ -308,7 +310,7 @@ def _rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens, or None if sampling changed no logits."""
+    """Return the rules that changed the selected tokens' logits, or None if sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
@@ -346,16 +348,16 @@ def forward_only(
         with torch.no_grad():
             return micros, _run(model, micros, collect, forward_only=True, guard=guard)
 
-    micros, scores = _guarded(guard, compute, tokens_per_microbatch, batch)
+    micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record:
         return scores
 
     # Collective, so every stage takes part, but only the last stage has scores.
-    recorded = _recorded_experts(model, micros)
+    recorded = _gather_recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
 
 
-def _guarded(
+def _run_guarded(
     guard: PassGuard | None,
     compute: Callable[[int], Result],
     tokens_per_microbatch: int,
@@ -363,14 +365,14 @@ def _guarded(
     unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Run a pass with the guard, if there is one; ``clear`` as for `PassGuard.run`."""
+    """Return ``compute(tokens_per_microbatch)``, run by the guard if there is one (see `PassGuard.run`)."""
     if guard is None:
         return compute(tokens_per_microbatch)
     unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
     return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
-def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
+def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the experts [n, layers, k] of each micro-batch's tokens, assembled from all ranks.
 
     Collective over the tensor, context and pipeline groups.
@@ -431,7 +433,7 @@ def forward_backward(
             chunk.train()
         return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
 
-    results, metrics = _guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
+    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -470,7 +472,7 @@ def forward_loss(
         with torch.no_grad():
             return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
 
-    results = _guarded(guard, compute, tokens_per_microbatch, batch, unit)
+    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
@@ -630,7 +632,8 @@ def _finalize_gradients(
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
 
-    It is called after the last micro-batch. With a guard all ranks first check that none of them has failed.
+    Megatron's schedule calls it after the last micro-batch. With a guard all ranks first check that none of
+    them has run out of memory.
     """
     if guard is not None:
         guard.end()
