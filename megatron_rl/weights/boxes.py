@@ -1,6 +1,7 @@
-"""Boxes of named tensors: intersect the boxes that ranks hold with the boxes that ranks need.
+"""Boxes of named tensors: intersection of the boxes that ranks hold with the boxes that ranks need.
 
-Pure integer arithmetic. Ranks with equal boxes form one group, so that planning for many replicas takes no
+A box is a rectangular slice of a tensor, with its location in the storage of a rank. Pure integer arithmetic.
+Ranks with equal boxes form one group, so that planning for many replicas takes no
 longer than for one.
 """
 
@@ -50,7 +51,7 @@ class BoxGroup:
     """
 
     ranks: Ranks
-    """Global ranks."""
+    """Global ranks that have the boxes, sorted."""
     boxes: tuple[TensorBox, ...]
     """Boxes of each of these ranks; their ``rank`` field is not meaningful."""
     dtypes: Mapping[str, torch.dtype]
@@ -78,7 +79,7 @@ class Region(NamedTuple):
     dtype: torch.dtype
     """Dtype of the receivers' storage."""
     bytes: int
-    """Bytes of the box in this dtype."""
+    """Bytes of the box in ``dtype``."""
 
 
 class _Overlap(NamedTuple):
@@ -352,7 +353,7 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def containing(self, region: Region) -> list[TensorBox]:
-        """Return, for each box that contains the region, the box of the region in the same storage."""
+        """Return the boxes of a region: one in each storage that contains the region completely."""
         span = (region.start, region.size)
         result = []
         for box in self._by_name.get(region.name, ()):
