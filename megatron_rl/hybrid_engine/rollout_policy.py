@@ -62,7 +62,7 @@ class RolloutPolicy:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the copied weights into the model during the block, and restore its own afterwards."""
+        """Put the copied weights into the model inside the block, and restore its newer ones afterwards."""
         self._swap()
         try:
             yield
