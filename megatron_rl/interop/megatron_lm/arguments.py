@@ -39,8 +39,8 @@ ABSENT: Mapping[str, str] = {
     "apply_residual_connection_post_layernorm": "residuals after the norm",
     "fp32_residual_connection": "residuals in float32",
 }
-"""Arguments of features that cannot be trained here: argument -> feature."""
-_NOT_COMPARED = ("max_position_embeddings", "vocab_size", "init_method_std")
+"""Megatron-LM's arguments of features that cannot be trained here -> name of the feature, for errors."""
+_ARGUMENTS_WITHOUT_EFFECT = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
 """Characters of a value that an error shows."""
@@ -52,7 +52,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     config = model.config
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    refusal = _inexpressible(model, activation, rope)
+    refusal = _unsupported_feature(model, activation, rope)
     if refusal is not None:
         raise UserError(
             f"Megatron-LM has no arguments for a model of the family {model.family.title}",
@@ -142,7 +142,7 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
+def _unsupported_feature(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
@@ -181,11 +181,12 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     get = arguments.get
 
     # Report all unsupported arguments together.
-    errors = list(_refusals(arguments, setting))
+    errors = list(_argument_errors(arguments, setting))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
         fix = "name the model's tokenizer in model.hf_path"
-        errors.append(_refusal(setting, "vocab_size", None, "a number, or a tokenizer that has one", fix))
+        expected = "a number, or a tokenizer that has one"
+        errors.append(_argument_error(setting, "vocab_size", None, expected, fix))
     if errors:
         raise UserErrors(errors)
 
@@ -268,11 +269,12 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
     return size
 
 
-def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
+def _argument_errors(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
     """Yield an error for each argument of a feature that cannot be trained here, and for absent sizes."""
     for name, meaning in ABSENT.items():
         if arguments.get(name):
-            yield _refusal(setting, name, arguments[name], f"not set: {meaning} cannot be trained here")
+            unset = f"not set: {meaning} cannot be trained here"
+            yield _argument_error(setting, name, arguments[name], unset)
 
     # All families for which a config.json is derived have these values.
     for name, expected in (
@@ -281,17 +283,17 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
         ("swiglu", True),
     ):
         if arguments.get(name) != expected:
-            yield _refusal(setting, name, arguments.get(name), repr(expected))
+            yield _argument_error(setting, name, arguments.get(name), repr(expected))
 
     if arguments.get("multi_latent_attention"):
         expected = "a config.json: it cannot be derived for latent attention"
         fix = "name a folder with the model's own config.json in model.hf_path"
-        yield _refusal(setting, "multi_latent_attention", True, expected, fix)
+        yield _argument_error(setting, "multi_latent_attention", True, expected, fix)
 
     # Sizes that config.json must have.
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         if not isinstance(arguments.get(name), int):
-            yield _refusal(setting, name, arguments.get(name), "a number")
+            yield _argument_error(setting, name, arguments.get(name), "a number")
 
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
@@ -330,21 +332,21 @@ def contradictions(
     for name, meaning in ABSENT.items():
         if arguments.get(name):
             unset = f"not set: {meaning} is not in {config_path}"
-            errors.append(_refusal(setting, name, arguments[name], unset))
+            errors.append(_argument_error(setting, name, arguments[name], unset))
 
     # Arguments that the checkpoint lacks contradict nothing.
-    checkpoint_values = _effective(arguments)
-    for name, value in _effective(expected).items():
-        if name in checkpoint_values and not _same(checkpoint_values[name], value):
+    checkpoint_values = _effective_arguments(arguments)
+    for name, value in _effective_arguments(expected).items():
+        if name in checkpoint_values and not _are_equal(checkpoint_values[name], value):
             expected_value = f"{value!r}, by {config_path}"
             fix = "correct it, or name the folder that belongs to this checkpoint"
-            errors.append(_refusal(setting, name, checkpoint_values[name], expected_value, fix))
+            errors.append(_argument_error(setting, name, checkpoint_values[name], expected_value, fix))
     return errors
 
 
-def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _effective_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have an effect, normalised so that equal models have equal values."""
-    values = {name: value for name, value in arguments.items() if name not in _NOT_COMPARED}
+    values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_WITHOUT_EFFECT}
 
     # Without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
@@ -376,7 +378,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _are_equal(value: Any, expected: Any) -> bool:
     """Return whether two arguments are equal, numbers up to rounding; False, None and 0 are equal."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
@@ -388,14 +390,17 @@ def _same(value: Any, expected: Any) -> bool:
     return value == expected
 
 
-def _refusal(
+def _argument_error(
     setting: str,
     name: str,
     value: Any,
     expected: str,
     fix: str | None = None,
 ) -> UserError:
-    """Return the error for an argument; ``expected`` describes the values that can be used."""
+    """Return the error for an argument of the checkpoint that has an unsupported ``value``.
+
+    ``expected`` describes the values that can be used, and ``setting`` is the key that names the checkpoint.
+    """
     got = "not set"
     if value is not None:
         got = repr(value)[:_LONGEST_VALUE]
