@@ -41,6 +41,7 @@ from megatron_rl.shapes.quantized import (
 )
 
 Shape = tuple[int, ...]
+"""Size of a tensor in each dimension."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -223,7 +224,10 @@ class CheckpointFiles:
         return location.shape(self._stored_shape(location.name))
 
     def _location(self, name: str) -> TensorLocation:
-        """Return the location of a tensor; outside the language model ``name`` is the stored name."""
+        """Return the location of a tensor in the stored tensors.
+
+        ``name`` may also be the stored name of a tensor outside the language model.
+        """
         return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
@@ -260,7 +264,7 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return a box of a matrix in mxfp4 as float32."""
+        """Return the box of a matrix that is stored in mxfp4, as float32."""
         scales_name = location.name.removesuffix(BLOCKS) + SCALES
         shape = self._stored_shape(location.name)
         scales_shape = None
