@@ -308,7 +308,7 @@ def check_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a folder was saved for another model; ``saved`` is the saved `model_identity`."""
+    """Raise UserError if a checkpoint is of another model; ``saved`` is the `model_identity` stored in it."""
     identity = model_identity(model)
     differing = [name for name in identity if name in saved and saved[name] != identity[name]]
     if not differing:

@@ -27,7 +27,8 @@ class EngineCapabilities:
     """One replica can span several ranks (`rollout.tensor`)."""
 
     partial: bool = False
-    """`Generator.interrupt` returns the tokens sampled so far, as the open order needs."""
+    """`Generator.interrupt` returns the tokens sampled so far, which `rollout.order: open` needs: it trains
+    on responses as they are completed, and continues the others with new weights."""
 
     sampling_masks: bool = False
     """`Completion.support` lists the tokens that passed top-p, top-k and min-p for each sampled token."""

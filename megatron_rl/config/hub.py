@@ -161,7 +161,10 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
 
 
 def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
-    """Return the folder of the pinned revision of a copy; download it if it has not been before."""
+    """Return the folder of the pinned revision of a copy, downloaded into ``cache`` on first use.
+
+    ``weights``: whether a model's weights are downloaded, too.
+    """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 

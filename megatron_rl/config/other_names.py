@@ -5,9 +5,8 @@ inverts that mapping. A name includes as many of its sections as make it unique,
 ``checkpointing.metric_name``; the longest match wins.
 
 `note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
-the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
-A user's own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a
-name.
+the name is decided by `check.unknown_names`, which can test whether a run would accept the guess. A user's
+own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a name.
 """
 
 from __future__ import annotations

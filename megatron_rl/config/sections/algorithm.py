@@ -414,7 +414,7 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 
 
 def _former_settings() -> Iterator[tuple[str, str]]:
-    """Yield (former key, key now) for every entry of `_FORMER`."""
+    """Yield (former key, current key) for every entry of `_FORMER`."""
     for piece, names in _FORMER.items():
         for former, name in names.items():
             key = f"algorithm.{piece}"
@@ -425,4 +425,4 @@ def _former_settings() -> Iterator[tuple[str, str]]:
 
 
 FORMER_SETTINGS: Mapping[str, str] = dict(_former_settings())
-"""Former key, when an algorithm had one flat section of settings -> key now."""
+"""Key from when an algorithm had one flat section of settings -> current key."""

@@ -188,7 +188,7 @@ class DataConfig:
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return the additions to each prompt: none, since only sets have them."""
+        """Return the additions to each prompt: none, since only sources and evaluation sets have them."""
         return PromptTemplate()
 
     @property

@@ -82,7 +82,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a removed response, or None if it is dropped."""
+        """Return the reward of a response that a filter removes, or None if it is not trained on at all."""
         if self.on_filtered == DROP:
             return None
 

@@ -487,7 +487,7 @@ class RolloutConfig:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return the capabilities of the engine."""
+        """Return the capabilities of the rollout engine, which rules and the step read."""
         return engine_capabilities(self.engine)
 
     @property
@@ -504,7 +504,7 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Return whether any task is sampled with a filter, see `filters_tokens`."""
+        """Return whether top-p, top-k or min-p truncates the distribution of any task."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
         # Tasks without a profile have the common values.
@@ -562,7 +562,7 @@ def changes_temperature(rollout: RolloutConfig) -> bool:
 
 
 def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
+    """Yield the errors of temperature schedules, in the rollout section and in each profile."""
     temperatures = {"rollout.temperature": rollout.temperature}
     for task, profile in rollout.sampling_profiles.items():
         if "temperature" in profile:
@@ -686,7 +686,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile with its own, by the path of the setting."""
     # A profile's stop texts replace the rollout's and do not add to them.
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
@@ -706,7 +706,7 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits and for temperatures; the types of all values are valid."""
+    """Yield the errors for rules on logits and for temperatures, all of which must have valid types."""
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
@@ -785,7 +785,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the tokens that rules on logits name, by their setting."""
+    """Return the texts of the tokens with a logit bias or a ban, by the path of their setting."""
     texts: dict[str, Sequence[str]] = {}
     for path, settings in task_settings(rollout):
         texts[f"{path}.banned_tokens"] = settings["banned_tokens"]
