@@ -92,6 +92,7 @@ class CachingDecoder:
         self._cache.reorder_cache(index)
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append ``tokens`` [B, n] to the cache; return the logits [B, V] after the last ones."""
         output = self._model(
             input_ids=tokens,
             attention_mask=self._mask,
@@ -108,8 +109,8 @@ class CachingDecoder:
 class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
-    ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
+    ``model`` has the parameters of ``parameters()`` and ``boxes()``; None for a decoder without weights.
+    ``tensor_name`` maps their names to the names of checkpoints. ``interleaved``: whether experts are stored
     as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
     together. Requests with stop texts need ``stops``.
     """
@@ -186,7 +187,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def _read_weights(self, files: CheckpointFiles) -> None:
-        """Fill the model from a checkpoint."""
+        """Fill the model with the weights in a checkpoint's files."""
         parameters = self.parameters()
         for box in self.boxes():
             values = files.read(box.name, box.start, box.size)
@@ -375,7 +376,7 @@ def _decode(
 
         # Shrink the batch, then decode the next position.
         if len(unfinished) < len(active):
-            # `keep` takes indices in the current batch.
+            # `select_rows` takes indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
                 decoder.select_rows(unfinished)

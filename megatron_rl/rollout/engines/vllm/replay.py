@@ -26,7 +26,9 @@ Support = dict[int, list[int]]
 """Support of the draws of one request: number of tokens sampled before -> token ids."""
 
 _SUPPORT_KEY = "megatron_rl"
+"""Key of a request's filters and support record in its ``extra_args``."""
 _EXPERTS_KEY = "megatron_rl_experts"
+"""Key of a request's record of experts in its ``extra_args``."""
 
 _EVERY_TOKEN = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
@@ -35,7 +37,7 @@ _EVERY_TOKEN = 2**31 - 1
 def support_arguments() -> dict[str, Any]:
     """Return the engine arguments that requests with filters need."""
     if device.on_host():
-        return {"logits_processors": [_processor()]}
+        return {"logits_processors": [_truncating_processor()]}
     return {"return_sampling_mask": True}
 
 
@@ -76,13 +78,13 @@ def support_of(
 
 
 @cache
-def _processor() -> type:
+def _truncating_processor() -> type:
     """Return the class of the host's logits processor; it is defined here because vLLM is imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class TruncatingProcessor(LogitsProcessor):
-        """Logits processor that filters the requests with a support record, and writes the record."""
+        """Logits processor that filters the requests with a support record, and fills the record."""
 
         def __init__(
             self,
@@ -190,9 +192,9 @@ def add_expert_record(
 
 
 def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
-    """Return the experts of a request's and its output's tokens but the last: [tokens, layers, k] int16.
+    """Return the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
-    The last token was sampled, but never an input of the model.
+    The last token is left out: it was sampled, but never an input of the model.
     """
     count = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():

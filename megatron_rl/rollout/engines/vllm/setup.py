@@ -47,7 +47,9 @@ _DEFAULTS = {
 """Environment variables that a user's own take precedence over."""
 
 _HOST_CACHE_BYTES = 2**30
+"""Largest size of a rank's key-value cache on the host, unless one sequence needs more."""
 _HOST_CACHE_ROWS = 256
+"""Number of sequences of full length for which that cache has room, if the size permits."""
 
 _HOST_BLOCK = 128
 """Tokens of a block of the key-value cache in vLLM's attention on the host."""

@@ -333,7 +333,7 @@ class PackedModules:
     def pack(self) -> None:
         """Pack the raw weights again, into the storage that kernels already use."""
         for path, module in self._modules.items():
-            raw = {name: _same_storage(parameter) for name, parameter in self._raw[path].items()}
+            raw = {name: _alias_of(parameter) for name, parameter in self._raw[path].items()}
             live = self._swap(path, raw)
 
             method: Any = module.quant_method
@@ -364,6 +364,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
 
 
 def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace the submodule of a model at a dotted ``path``."""
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module
 
@@ -399,7 +400,7 @@ def _refuse_quantised(model: nn.Module) -> None:
 
 
 def _raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Allocate parameters in the format that vLLM recorded before it packed the module."""
+    """Return new parameters of a module by name, in the format that vLLM recorded before it packed them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -412,7 +413,7 @@ def _raw_parameters(module: nn.Module) -> dict[str, Any]:
         }
 
 
-def _same_storage(parameter: Any) -> Any:
+def _alias_of(parameter: Any) -> Any:
     """Return a second parameter object on the same storage, which vLLM may replace or rebind."""
     alias = parameter.data.view_as(parameter)
     alias.__class__ = parameter.__class__
