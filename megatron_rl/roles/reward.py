@@ -53,9 +53,11 @@ NO_REWARD = "no_reward"
 MAX_REASON_CHARACTERS = 600
 """Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
+"""Message of such a row."""
 
 EarlyRewards = Mapping[str, Mapping[int, Answer]]
-"""Rewards computed while other groups were still being sampled: name of the scorer -> row -> answer."""
+"""Rewards computed while other groups were still being sampled: name of the scorer -> row -> its answer, a
+reward or the reason of a failure."""
 
 
 class Scorer(Protocol):
@@ -518,7 +520,10 @@ def _run_scorer(
 
 
 def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
-    """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere; only NaN for None."""
+    """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere.
+
+    The tensor is all NaN if ``values`` is None.
+    """
     result = torch.full((count,), float("nan"))
     if values is not None:
         result[indices] = values
@@ -543,7 +548,10 @@ def _filter_rows(
     samples: Sequence[Sample],
     ids: Sequence[Sequence[int]],
 ) -> tuple[str, dict[int, Answer]]:
-    """Run the filters on the samples of ``rows``; return `FILTERS` and the answers by row."""
+    """Run the filters on the samples of ``rows``; return the key `FILTERS` and the answers by row.
+
+    ``ids`` are the token ids of the responses.
+    """
     return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
 
 

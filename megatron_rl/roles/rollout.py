@@ -86,8 +86,8 @@ class RolloutRole:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
         ``on_finished`` is called with the index in the round and the group, for each group that this rank
-        finishes. In the open order, where a round has no fixed number of tokens, the call returns only after
-        all ranks without an engine have called `gather`.
+        finishes. In the open order (`rollout.order: open`), where a round ends as soon as the training ranks
+        wait for it, the call returns only after all ranks without an engine have called `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
