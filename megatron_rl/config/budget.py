@@ -96,7 +96,7 @@ class RankMemory:
     rank: int
     """Rank in the world; ranks with the same items are listed once, by the first of them."""
     items: tuple[MemoryItem, ...]
-    """All contributors."""
+    """All contributors to the rank's memory."""
 
     def total(self, phase: str) -> int:
         """Return the peak in bytes of a phase: the items of the complete phase plus the largest turn."""
@@ -266,7 +266,7 @@ class _Learner:
     optimizer: OptimizerConfig
     """Settings of the optimizer."""
     tokens: int
-    """Tokens of a micro-batch."""
+    """Largest number of tokens of a micro-batch."""
     microbatches: int
     """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
@@ -375,13 +375,13 @@ class CheckpointMemory:
     """
 
     shards: int
-    """Optimizer states on a rank, sharded as in memory."""
+    """Bytes of the optimizer states on a rank, sharded as in memory."""
     gathered: int
-    """Optimizer states of all ranks that have the same parameters, gathered on one rank."""
+    """Bytes of the optimizer states of all ranks that have the same parameters, gathered on one rank."""
     weights: int
-    """Share of the weights that a rank writes."""
+    """Bytes of the share of the weights that a rank writes."""
     ranks: int
-    """Ranks of the job on a node."""
+    """Number of the job's ranks on a node."""
 
     @property
     def write_seconds(self) -> float:

@@ -37,9 +37,9 @@ class HubCopy:
     """
 
     repo: str
-    """ORG/NAME."""
+    """Name of the repository on the Hub, ORG/NAME."""
     kind: str
-    """model or dataset."""
+    """Type of the repository: ``model`` or ``dataset``."""
     revision: str | None = None
     """Branch, tag or commit; None is the default branch at the time of the first use."""
     files: str | None = None

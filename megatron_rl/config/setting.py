@@ -93,7 +93,7 @@ class Setting:
     less_than: float | None = None
     """Number that exceeds every allowed number."""
     choices: tuple[str, ...] = ()
-    """Allowed texts; empty for any."""
+    """Allowed texts; empty if any text is allowed."""
     or_path: bool = False
     """Whether ``file.py:Name`` is allowed in addition to the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Setting:
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
-    """(key below this section, name of that key in another project)."""
+    """Pairs of a key below this section and a name of that key in another project."""
 
     def bounds(self) -> str:
         """Return the bounds of a number as text, empty without bounds.

@@ -79,7 +79,7 @@ class GatherStats:
     """
 
     bytes: int = 0
-    """Bytes received."""
+    """Bytes received from other ranks."""
     seconds: float = 0.0
     """Time in the gather, including the wait for slower ranks."""
 

@@ -168,7 +168,7 @@ class RoutedTokens:
 
 
 LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
-"""Metrics of the routers' own losses."""
+"""Names of the metrics of the routers' own losses."""
 
 
 class _RouterReplay:

@@ -105,7 +105,7 @@ class TopTokens(NamedTuple):
     """
 
     tokens: int
-    """Number of tokens of each distribution."""
+    """Number of most likely tokens to return for each distribution."""
     vocabulary: int
     """Number of tokens that may be selected: ids from this one on are never among the most likely tokens,
     even if the model has logits for them."""

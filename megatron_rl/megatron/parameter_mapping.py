@@ -34,12 +34,15 @@ class Shard:
     tensor: int = 0
     """Rank in the tensor-parallel group."""
     tensor_size: int = 1
+    """Number of ranks in the tensor-parallel group."""
     expert: int = 0
     """Rank in the expert-parallel group, whose ranks have different experts."""
     expert_size: int = 1
+    """Number of ranks in the expert-parallel group."""
     expert_tensor: int = 0
     """Rank in the group that shards the weights of one expert."""
     expert_tensor_size: int = 1
+    """Number of ranks in that group."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "vocabulary": _copy_vocabulary,
     "stacked": _copy_stacked,
 }
-"""Rules by `Weight.cut`."""
+"""Value of `Weight.cut` -> rule that fills the parameters of weights with this cut."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """Pattern of an expert's number in a parameter's name.
 

@@ -53,7 +53,7 @@ class Shortage:
     rank: int
     """Rank that had too little memory."""
     tokens: int
-    """Largest number of tokens of a micro-batch."""
+    """Largest number of tokens of a micro-batch of the pass."""
     message: str
     """First line of PyTorch's error."""
     tensors: tuple[str, ...]

@@ -46,7 +46,7 @@ class TokenScores:
     """
 
     rows: tuple[int, ...]
-    """Ids of the rows, in the order of their tokens."""
+    """Indices of the rows in the batch, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
     rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
@@ -61,7 +61,7 @@ class MicroBatch:
     """Rows that pass through the pipeline together, in the form that this context-parallel rank needs."""
 
     rows: tuple[int, ...]
-    """Ids of the rows."""
+    """Indices of the rows in the batch."""
     inputs: Tensor
     """[1, T] token ids of this context-parallel rank, padded at the end to the layout's multiple."""
     packing: Any

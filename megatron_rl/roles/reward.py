@@ -53,7 +53,7 @@ NO_REWARD = "no_reward"
 MAX_REASON_CHARACTERS = 600
 """Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
-"""Message of such a row."""
+"""Message of a row with the reason `NO_REWARD`."""
 
 EarlyRewards = Mapping[str, Mapping[int, Answer]]
 """Rewards computed while other groups were still being sampled: name of the scorer -> row -> its answer, a

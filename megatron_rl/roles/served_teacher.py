@@ -50,7 +50,7 @@ class TeacherResults(NamedTuple):
     shard: RowShard
     """The teacher's columns, and whether each row has them."""
     failures: tuple[Failure, ...] = ()
-    """Rows without log-probs."""
+    """Rows whose requests failed, with the reasons."""
     metrics: Metrics = Metrics()
     """Requests, retries and failures per row."""
 

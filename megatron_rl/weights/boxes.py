@@ -73,9 +73,9 @@ class Region(NamedTuple):
     size: Coordinates
     """Size of the box, in elements."""
     holders: Ranks
-    """Global ranks, sorted."""
+    """Global ranks that hold the box, sorted."""
     receivers: Ranks
-    """Global ranks, sorted; a rank may be a holder too."""
+    """Global ranks that need the box, sorted; a rank may be a holder too."""
     dtype: torch.dtype
     """Dtype of the receivers' storage."""
     bytes: int

@@ -22,7 +22,7 @@ from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Vie
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""
 VERIFY = ("full", "sampled", "off")
-"""Values of `weight_sync.verify`."""
+"""Values of `hybrid_engine.verify`."""
 LISTED_FAULTS = 10
 """Largest number of differing regions that an error lists."""
 

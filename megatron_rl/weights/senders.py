@@ -60,7 +60,7 @@ class Share(NamedTuple):
     sender: int
     """Global rank of the sender; equal to the receiver's for a local copy."""
     bytes: int
-    """Bytes to send."""
+    """Number of bytes that this sender sends to the receiver."""
 
 
 SharesByReceiver = dict[int, list[Share]]

@@ -9,7 +9,7 @@ from megatron_rl.config.sections.bounds import MAX_TOKENS, SHARE, TOKENS, WEIGHT
 from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
-"""Key of the user's filter."""
+"""Configuration key of the user's own filter function."""
 
 # Values of `on_filtered`.
 DROP = "drop"

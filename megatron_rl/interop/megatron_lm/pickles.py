@@ -121,7 +121,7 @@ class Common(NamedTuple):
     """Values that a checkpoint stores once for all ranks, as in common.pt."""
 
     names: tuple[str, ...]
-    """All keys."""
+    """Names of all stored values."""
     arguments: dict[str, Any] | None
     """Plain values among Megatron-LM's arguments, or None if the checkpoint has no arguments."""
     iteration: int | None
