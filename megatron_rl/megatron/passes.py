@@ -1,4 +1,4 @@
-"""Passes of a role over a batch's micro-batches: their memory use, and the repetition of one without enough.
+"""Passes of a role over micro-batches: measurement of their memory, and repetition after running out of it.
 
 The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one fails.
 In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the last

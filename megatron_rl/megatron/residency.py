@@ -1,4 +1,4 @@
-"""Offload a role's weights, optimizer states and gradient buffers to host memory while other roles work.
+"""Offloading of a role's weights, optimizer states and gradients to the host while other roles work.
 
 Storages are emptied and refilled in place: tensors and views keep their identity, only their bytes move.
 """

@@ -1,4 +1,4 @@
-"""Reshard plan: choose a sender for every region that a rank needs, with the least traffic.
+"""Reshard plan: the sender of every region that a rank needs, chosen for the least traffic.
 
 Only integer arithmetic. Every rank computes the same plan from the same layouts, so no rank has to send it to
 the others.

@@ -1,4 +1,4 @@
-"""Algorithm: a named one, and replacements or settings of its pieces.
+"""Algorithm of a run: a named one, and replacements or settings of its pieces, such as the policy loss.
 
 The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), so that a
 configuration changes one of them and keeps the others. The settings of a piece are the fields of its class in

@@ -1,4 +1,4 @@
-"""Filters of responses, which are removed before any reward is computed for them."""
+"""Filters that remove responses before any reward is computed for them."""
 
 from __future__ import annotations
 
