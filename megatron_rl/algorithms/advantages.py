@@ -85,9 +85,9 @@ class Advantage(Piece, ABC):
     """Estimator of the advantage of a response, or of each of its tokens.
 
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
-    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
-    reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is false
-    for an estimator that reads neither the reward nor its components.
+    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator that reads
+    only the reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is
+    false for an estimator that reads neither the reward nor its components.
     """
 
     whiten: bool = setting(
@@ -109,7 +109,9 @@ class Advantage(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the advantages depend on the actor's distributions, which precede the loss then."""
+        """Whether the estimator reads the actor's distributions, which a forward pass before the loss must
+        compute.
+        """
         return self.needs_squared_probs
 
     @abstractmethod
@@ -146,7 +148,7 @@ class FunctionAdvantage(Advantage):
     function: Callable[[AdvantageInputs], Advantages] | None = field(default=None, metadata=NO_SETTING)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Call the user's function."""
+        """Compute the advantages with the user's function."""
         assert self.function is not None
         return self.function(inputs)
 
@@ -168,7 +170,7 @@ class NoRewards(Advantage):
     learns_from_rewards: ClassVar[bool] = False
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return 0 for every token."""
+        """Return advantage and return 0 for every token: [N] each."""
         zeros = torch.zeros(inputs.mask.shape, dtype=torch.float64)
         return Advantages(zeros, zeros)
 
@@ -216,7 +218,7 @@ class GroupAdvantage(Advantage):
 
     @abstractmethod
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute one advantage per row: [B]. A subclass defines the comparison of a prompt's samples."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Assign each row's advantage to its response tokens."""
@@ -264,7 +266,7 @@ class Grpo(GroupAdvantage):
             )
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward's distance from its group's mean for each row: [B], scaled if so configured."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.
@@ -301,7 +303,7 @@ class GrpoLeaveOneOut(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward's distance from the mean of the other samples of its group for each row: [B]."""
         other_count, other_mean, other_std = ragged.leave_one_out_statistics(
             inputs.rewards, inputs.group, inputs.valid
         )
@@ -332,7 +334,7 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the lead over the second best reward for each group's best row, 0 for other rows: [B]."""
         samples = (inputs.rewards, inputs.group, inputs.valid)
         count, _, std = ragged.group_statistics(*samples)
         best_reward, second_reward = ragged.group_top2(*samples)
@@ -357,7 +359,7 @@ class Rloo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus the mean of the other samples of its group for each row: [B]."""
         # The mean of no other samples is 0, so a singleton keeps its reward.
         statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
         return torch.where(inputs.valid, inputs.rewards - statistics.mean, 0)
@@ -379,7 +381,7 @@ class Opo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus its group's length-weighted mean for each row: [B]."""
         rewards = inputs.rewards
         group = inputs.group
         valid = inputs.valid
@@ -414,7 +416,9 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus its group's mean, scaled up by the share of zero rewards, for each row:
+        [B].
+        """
         rewards = inputs.rewards
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
@@ -461,7 +465,7 @@ class Gdpo(GroupAdvantage):
     reads_rewards: ClassVar[bool] = False
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the weighted sum of the GRPO advantages of all reward components for each row: [B]."""
         # `reward` is the total of the components: with them it would count twice.
         components = {name: value for name, value in inputs.components.items() if name != "reward"}
         if not components:
@@ -633,7 +637,9 @@ class Gae(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and the critic's targets."""
+        """Compute the policy's advantages and the critic's targets by GAE, with one lambda for both: [N]
+        each.
+        """
         return gae(
             inputs.token_rewards,
             _critic_values(inputs),
@@ -658,7 +664,7 @@ class Vapo(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute the policy's advantages and the critic's targets."""
+        """Compute advantages with a length-adaptive lambda, and the critic's targets: [N] each."""
         samples = (inputs.token_rewards, _critic_values(inputs), inputs.mask, inputs.lengths)
         policy_lambda = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
 

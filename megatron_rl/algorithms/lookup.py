@@ -62,7 +62,7 @@ def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dic
 
 
 def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
-    """Return the form of a piece in a configuration: its name, or a mapping of name and settings.
+    """Convert a piece to its form in a configuration: its name, or a mapping of its name and settings.
 
     ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
     without settings.

@@ -31,22 +31,22 @@ class PreferencePairs:
     chosen: Tensor
     """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
     rejected: Tensor
-    """[P], the same of the other responses."""
+    """[P], the policy's log-probs of the other responses, likewise."""
     ref_chosen: Tensor
     """[P], the reference's log-probs of the preferred responses."""
     ref_rejected: Tensor
-    """[P], the same of the other responses."""
+    """[P], the reference's log-probs of the other responses."""
     chosen_tokens: Tensor
     """[P], number of response tokens of the preferred responses."""
     rejected_tokens: Tensor
-    """[P], the same of the other responses."""
+    """[P], number of response tokens of the other responses."""
     beta: float
     """The setting `preference.beta`."""
 
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """Settings of a DPO loss.
+    """Settings of a DPO loss: its kind and the coefficients in it.
 
     Example: ``PreferenceSettings(kind="simpo", beta=2.0, margin=0.5)``.
     """
