@@ -66,13 +66,15 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         if "content" in message:
             fields.setdefault("content", "")
         if "tool_calls" in fields:
-            fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+            fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
         cleaned_messages.append(fields)
     return cleaned_messages
 
 
-def _with_arguments(call: Any) -> Any:
-    """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
+def _parse_arguments(call: Any) -> Any:
+    """Return a tool call with the JSON text of its arguments parsed to an object; return other calls
+    unchanged.
+    """
     # Keep text that is not JSON: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -541,11 +543,11 @@ class VisibleText:
         return frozenset(ids)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of one response."""
+        """Decode the visible tokens of one response to text."""
         return self._tokenizer.decode([token for token in tokens if token not in self.hidden])
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of responses."""
+        """Decode the visible tokens of each response (``rows`` of token ids) to text."""
         if not rows:
             return []
         hidden = self.hidden
@@ -604,14 +606,14 @@ class ChatFormat(Protocol):
 
 
 class PlainText:
-    """Chat format without a template: the contents of messages are concatenated."""
+    """Chat format of a model without a template: the contents of messages are concatenated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         self._visible = VisibleText(tokenizer)
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """See `ChatFormat.start`."""
+        """Return the tokens of the concatenated contents of ``messages``; raises UserError for tools."""
         if tools:
             raise _template_error("it cannot render tools", ["prompts without a chat template"])
         text = "".join(message["content"] for message in messages)
@@ -619,7 +621,7 @@ class PlainText:
         return with_prefix(text_prefix(self._tokenizer), tokens)
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """See `ChatFormat.extend`."""
+        """Return the tokens of the observed messages' contents; ``last`` is not needed without a template."""
         text = "".join(message["content"] for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -648,12 +650,15 @@ class ChatTemplate(PlainText):
         self._conversation_text.require_steady_tails()
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """See `ChatFormat.start`."""
+        """Return the tokens of the prompt that the chat template renders, with the assistant's turn opened."""
         text = self._conversation_text.prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """See `ChatFormat.extend`."""
+        """Return the tokens of the text that the chat template writes between two turns.
+
+        See `ChatFormat.extend`.
+        """
         tail = self._conversation_text.tail(messages)
         tokens = self._tokenizer.encode(tail, add_special_tokens=False)
         if last not in tokens:
@@ -668,7 +673,8 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: for the prompts of its data, and for conversations that an environment opens.
+    """Chat formats of a run: one for the prompts of its data, one for conversations that an environment
+    opens.
 
     ``templated``: whether the prompts of the data are rendered by the tokenizer's chat template.
     """

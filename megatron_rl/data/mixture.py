@@ -106,7 +106,7 @@ class MixedPrompts:
             source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
-        """Return the positive weights of the current step."""
+        """Return source -> weight for the sources with a positive weight in the current step."""
         weights = self._weights
         for steps, scheduled in self._schedule.items():
             if steps < self._step:
@@ -132,13 +132,15 @@ class MixedPrompts:
         return prompts.rows([rows[name].pop(0) for name in names])
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """See `PromptSource.record_group`."""
+        """Record whether a group's rewards were all equal, at the source that the prompt came from."""
         index = bisect_right(self._ends, prompt_id)
         source = list(self.sources.values())[index]
         source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """See `PromptSource.uniform_fractions`; the suffixes are ``/SOURCE``."""
+        """Return the fractions of `PromptSource.uniform_fractions` of every source; the suffix is
+        ``/SOURCE``.
+        """
         fractions: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
             for shares in source.uniform_fractions().values():
@@ -146,7 +148,7 @@ class MixedPrompts:
         return fractions
 
     def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
-        """Return the source of each prompt."""
+        """Return the name of the source that each prompt came from, by the prompts' ids."""
         names = list(self.sources)
         return [names[bisect_right(self._ends, number)] for number in prompt_ids.tolist()]
 

@@ -22,12 +22,15 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""One token each. With the special tokens there are 21, an odd number that tensor parallelism 2 must pad."""
+"""Characters of the problems, each of which is one token. With the special tokens there are 21, an odd
+number that tensor parallelism 2 must pad."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model. Every head has at least 32 dimensions, which vLLM's CPU attention requires."""
+    """Sizes of the quickstart's model. Every head has at least 32 dimensions, which vLLM's CPU attention
+    requires.
+    """
 
     hidden: int
     """Hidden size."""

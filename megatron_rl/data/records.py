@@ -19,14 +19,15 @@ from typing import Any
 from megatron_rl.errors import UserError, join_names, neighbours, unreadable_file
 
 DataPath = str | Path | Sequence[str]
-"""Value of a setting that names a data set: a path, a pattern, or a list of both."""
+"""Type of a setting that names a data set: a path, a pattern, or a list of both."""
 SUFFIXES = (".jsonl", ".parquet")
 KINDS = (
     "a .jsonl or .parquet file, a directory saved by HF datasets, a folder of shards, "
     "a pattern such as data/train-*.parquet, or a list of these"
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
-"""Name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix in older ones."""
+"""Pattern of the name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix
+in older ones."""
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
 _DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")

@@ -199,7 +199,7 @@ def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
 
 
 DEFAULT_TASK = "default"
-"""Task of a record without one."""
+"""Task that a record without a task belongs to."""
 
 
 class PromptSource:
@@ -555,7 +555,7 @@ class ResponseSource:
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in an epoch, without those that were too long."""
         return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
@@ -603,12 +603,12 @@ class ResponseSource:
         )
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows of the record with this index in the data."""
+        """Return the rows (prompt and response) of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the position in the data."""
+        """Return the epoch and position in the data, and what identifies the data, for a checkpoint."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:

@@ -37,9 +37,10 @@ WITH_TOOLS = "tool_use"
 """Name of the template that transformers selects for messages with tools."""
 
 CPU_SECONDS = 2
-"""Limit of processor time per rendering; the templates of published models need less than a millisecond."""
+"""Maximum seconds of processor time per rendering; the templates of published models need less than a
+millisecond."""
 MEMORY_BYTES = 1 << 30
-"""Limit of the process's address space, of which Python and jinja2 need some 50 MiB."""
+"""Maximum bytes of the process's address space, of which Python and jinja2 need some 50 MiB."""
 LONGEST_TEXT = 64 << 20
 """Largest rendered text in characters: far longer than any context, and small enough to send as one line."""
 _BATCH = 64

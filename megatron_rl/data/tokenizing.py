@@ -495,7 +495,7 @@ def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
 
 
 def _shown_length(length: int, limit: int) -> str:
-    """Return a length for messages: exact, or as "N or more" for a truncated text."""
+    """Format a number of tokens for messages: exact, or as "N or more" for a text that was truncated."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
     return str(length)
