@@ -109,7 +109,7 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
 
 
 def _series(version: str) -> str:
-    """Return the major and minor number of a version, such as 0.32."""
+    """Return the series of a version, which is its major and minor number, such as 0.32."""
     return "{}.{}".format(*release(version))
 
 

@@ -37,7 +37,10 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Summary:
-    """Cost of a plan, which `plan-reshard` prints; bytes are per rank unless a field says otherwise."""
+    """Cost of a planned weight transfer, which `plan-reshard` prints.
+
+    Bytes are per rank unless a field says otherwise.
+    """
 
     model_bytes: int
     """Bytes of one complete copy of the model."""
@@ -316,7 +319,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 
 
 def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
-    """Return predicted seconds on a machine, until the slowest rank has exchanged its messages.
+    """Return the predicted seconds on a machine, until the slowest rank has exchanged its messages.
 
     Connections are assumed to exist from an earlier transfer.
     """

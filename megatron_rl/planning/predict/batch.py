@@ -51,10 +51,11 @@ class Lengths:
 
 @lru_cache(maxsize=256)
 def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
-    """Return the distribution of response lengths with a given mean; ``kind`` is "fixed" or "variable".
+    """Return the distribution of response lengths with the mean ``mean`` and the maximum ``limit``, in
+    tokens.
 
-    Variable lengths are exponential, truncated at ``limit``. Their scale is the solution of
-    scale (1 - e^(-limit / scale)) = mean.
+    ``kind``: "fixed" for equal lengths, or "variable" for lengths from an exponential distribution that is
+    truncated at ``limit``. Its scale is the solution of scale (1 - e^(-limit / scale)) = mean.
     """
     if kind == "fixed":
         length = min(mean, limit)
@@ -106,7 +107,8 @@ class StepBatch:
     epochs: int = 1
     """Number of passes over the rows of a step."""
     oversample: float | None = None
-    """Extra rows in flight in the open order, as a fraction of a step's rows; None for the closed order."""
+    """Extra rows in flight in the open order, in which rows are trained on as they finish, as a fraction of a
+    step's rows. None for the closed order, in which a step ends its sampling before it trains."""
 
     @property
     def rows(self) -> int:

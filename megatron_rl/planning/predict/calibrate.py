@@ -87,7 +87,9 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
 
 
 def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Return the mean lengths of a run's steps, which all have the same number of rows."""
+    """Return the mean lengths of prompts and responses in the steps of a run, which all have equally many
+    rows.
+    """
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_of(name: str) -> float | None:
@@ -125,7 +127,7 @@ def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _with_efficiency(constants: Constants, **values: float) -> Constants:
-    """Return the constants with these efficiencies replaced."""
+    """Return a copy of the constants in which the named efficiencies have new values."""
     efficiency = vars(constants.efficiency) | values
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
@@ -273,7 +275,10 @@ def calibrate(
 
 
 def _slowdown(phases: Mapping[str, tuple[float, float]], *names: str) -> float | None:
-    """Return measured over predicted seconds of some phases together, or None if no phase was measured."""
+    """Return the ratio of measured to predicted seconds of the named phases together.
+
+    ``phases``: name -> (predicted, measured) seconds. Returns None if none of the phases was measured.
+    """
     predicted_seconds = 0.0
     measured_seconds = 0.0
     for name in names:

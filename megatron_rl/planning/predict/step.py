@@ -46,7 +46,7 @@ ASSUMED_GPU = "h100"
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """Seconds that a role works in one step.
+    """Predicted seconds that a role works in one step, and the ranks on which it does.
 
     Example: ``RoleSeconds("actor", range(8), forward=2.1, learn=6.4)``.
     """
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step, in which generation may overlap with other phases."""
         generate = self.seconds["generate"]
         # The phases after generation run one after another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
@@ -157,7 +157,9 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes`, cached since a search computes it for the same layouts many times."""
+    """Return `shared_bytes` for a model in a layout; cached, since a search computes the same layouts many
+    times.
+    """
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -169,7 +171,7 @@ def planned_sync_seconds(
     ranks: Sequence[int],
     machine: Machine,
 ) -> float:
-    """Return seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
+    """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
     overlap = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes)
     return sync_seconds(overlap.traffic(ranks), layout.size, machine)
 
@@ -206,12 +208,12 @@ class RunStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each phase."""
+        """Return the seconds of each phase of the step: phase -> seconds."""
         return self.step.seconds
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step."""
         return self.step.total
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -348,6 +350,7 @@ def _reload_seconds(
         memory = learn_memory(choice, batch)
     else:
         memory = score_memory(choice, batch)
+    # Load and store.
     return 2.0 * memory.states / machine.host_rate
 
 

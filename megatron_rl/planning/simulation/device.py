@@ -36,7 +36,7 @@ _SELECTIONS = frozenset(
 )
 """Operators whose result has a size that depends on values."""
 _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
-"""Operators of c10d that are point to point."""
+"""Operators of c10d (torch's collectives) that are point to point."""
 
 
 class Simulation(TorchDispatchMode):
@@ -252,7 +252,7 @@ class Simulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return a host copy of a tensor: its assigned values if there are any, else ones."""
+        """Return a host copy of a device tensor: its assigned values if there are any, else ones."""
         key = value.untyped_storage()._cdata
         assigned = self._values.get(key)
         if assigned is not None:

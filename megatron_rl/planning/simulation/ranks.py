@@ -38,7 +38,7 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 @dataclass(frozen=True)
 class Simulated:
-    """Result of a rank's simulation, and the estimate of its memory for the same layers.
+    """Simulation of one rank, and the estimate of its memory for the same layers.
 
     Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
     """
@@ -120,7 +120,7 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
 
 
 def _simulate(*arguments: Any) -> SimulatedRank:
-    """Simulate one rank in this process."""
+    """Simulate one rank in this process, a child that does nothing else; see `simulation.step.simulate`."""
     # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
     modules.update(dict.fromkeys(_FOREIGN_LAYERS))
@@ -160,7 +160,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
 
 
 def _usage_text(usage: Usage) -> str:
-    """Return the counts of one phase as text."""
+    """Format the kernels, device reads and messages of one phase as text."""
     # Bytes and calls by kind of group.
     terms = []
     for kind, count in usage.calls.items():

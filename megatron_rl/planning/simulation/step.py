@@ -184,7 +184,10 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
 
 
 def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
-    """Return rows with the ``count`` most likely tokens of a teacher; unchanged for a count of 0."""
+    """Add a teacher's ``count`` most likely tokens per position to the rows, with placeholder values.
+
+    The simulation needs only their shapes. With a count of 0 the rows are returned unchanged.
+    """
     if not count:
         return rows
     tokens = len(rows.tokens)
