@@ -650,7 +650,7 @@ class ChatTemplate(PlainText):
         self._conversation_text.require_steady_tails()
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """Return the tokens of the prompt that the chat template renders, with the assistant's turn opened."""
+        """Return the tokens of the prompt that the template renders, with the assistant's turn opened."""
         text = self._conversation_text.prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
