@@ -26,7 +26,7 @@ from megatron_rl.shapes.hardware import load_constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``check``."""
+    """Add the command-line arguments of ``check`` to its parser."""
     add_config_arguments(parser)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
     parser.add_argument(

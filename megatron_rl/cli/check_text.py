@@ -103,7 +103,9 @@ def report_text(
 
 
 def _sections(report: CheckReport) -> list[str]:
-    """Return the sections; those without results are left out, since errors stop a check early."""
+    """Return the sections of a verbose report; those without results are left out, since errors stop a check
+    early.
+    """
     blocks = [_configuration_section(report)]
 
     # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
@@ -152,7 +154,7 @@ def first_lines(report: CheckReport, name: str) -> list[str]:
 
 
 def _run_line(report: CheckReport) -> str:
-    """Return the sizes of the model and of the run."""
+    """Describe the model and the job (its stages, or algorithm, steps, prompts and samples) as one line."""
     config = report.config
     model = Path(config.model.path).name
     if report.shape is not None:
@@ -188,7 +190,7 @@ def _short_number(number: float) -> str:
 
 
 def _memory_line(report: CheckReport) -> str:
-    """Return the memory of the fullest rank, and the memory of its device."""
+    """Describe the memory of the fullest rank, and the memory of its device, as one line."""
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
@@ -202,7 +204,7 @@ def _memory_line(report: CheckReport) -> str:
 
 
 def _transfer_line(report: CheckReport) -> str:
-    """Return the bytes that one weight sync moves."""
+    """Describe the bytes that one weight sync moves as one line."""
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
@@ -228,7 +230,7 @@ def _transfer_line(report: CheckReport) -> str:
 
 
 def _step_line(report: CheckReport) -> str:
-    """Return the predicted seconds of a step by phase."""
+    """Describe the predicted seconds of a step, by phase, as one line."""
     prediction = predict_checked(report)
     if prediction.step is None:
         return f"not predicted: {prediction.reason}"
@@ -319,7 +321,7 @@ def _verdict(report: CheckReport) -> str:
 
 
 def _section(title: str, note: str, lines: list[str]) -> str:
-    """Return a section: its title with a note, and its lines indented."""
+    """Format a section: its title with a note in parentheses, and its lines indented."""
     if note:
         title = f"{title}  ({note})"
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
@@ -383,7 +385,7 @@ def _configuration_section(report: CheckReport) -> str:
 
 
 def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
-    """Return rows of a key, a value and its origin in aligned columns."""
+    """Format rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
     # Limit the column, so that one long value does not move all origins off the screen.
     value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
@@ -432,7 +434,7 @@ def _labelled_lines(label: str, text: str) -> list[str]:
 
 
 def _data_section(report: CheckReport) -> str:
-    """Return the section of the data sets."""
+    """Return the section DATA, with a line of statistics for each data set."""
     note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
     width = max(len(stats.where) for stats in report.data_stats)
     return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
@@ -749,7 +751,7 @@ def _role_lines(report: CheckReport) -> list[str]:
 
 
 def layout_text(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role as text."""
+    """Describe the parallel sizes of a role, and what is special about its layout, as text."""
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")

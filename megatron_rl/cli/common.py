@@ -10,7 +10,7 @@ from megatron_rl.errors import UserError, out_of_range
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG and the overrides."""
+    """Add the arguments of commands that read a configuration: its path (CONFIG) and the overrides."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument(
         "overrides",

@@ -174,7 +174,11 @@ def _engine_layout(text: str) -> tuple[int, bool]:
 
 
 def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: float) -> list[str]:
-    """Return the summary as lines of text."""
+    """Format the summary of a planned transfer as lines of text.
+
+    ``peers``: bytes that other projects would send, by method. ``layouts``: description of both layouts.
+    ``seconds``: time that planning took.
+    """
     rows = [
         ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),
         (

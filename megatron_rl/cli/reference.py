@@ -105,7 +105,10 @@ _COLUMNS = ("Key, type, default", "Meaning")
 
 
 def configuration_page() -> str:
-    """Return the first page of the configuration reference: the pages by subject, and the top level."""
+    """Return the first page of the configuration reference.
+
+    It has a table of the other pages, each about one subject such as data, and the keys at the top level.
+    """
     rows = []
     for name, (title, sections) in SUBJECTS.items():
         keys = ", ".join(f"`{section}`" for section in sections)
@@ -115,7 +118,7 @@ def configuration_page() -> str:
 
 
 def subject_page(subject: str) -> str:
-    """Return the page of one subject: a table for each class of sections, in the configuration's order."""
+    """Return the configuration reference's page on one subject, with a table for each class of sections."""
     title, _ = SUBJECTS[subject]
     tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
@@ -165,7 +168,7 @@ def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 def _section_table(section: type, paths: list[str]) -> str:
-    """Return the table of a section's keys."""
+    """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
@@ -216,7 +219,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
 
 def _meaning(setting: Setting) -> str:
     """Return the meaning of a setting with its choices or bounds."""
-    allowed = _allowed(setting)
+    allowed = _allowed_values(setting)
     if not allowed:
         return setting.meaning
     return f"{setting.meaning}<br>Allowed: {allowed}."
@@ -239,7 +242,7 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _differences(section: Any) -> str:
-    """Return the values in which the default of a section differs from the defaults of its class."""
+    """Describe in which values the default of a section differs from the defaults of its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -248,7 +251,7 @@ def _differences(section: Any) -> str:
     return ", ".join(values)
 
 
-def _allowed(setting: Setting) -> str:
+def _allowed_values(setting: Setting) -> str:
     """Return the choices or the bounds of a setting."""
     if not setting.choices:
         return setting.bounds()
@@ -413,7 +416,7 @@ def _changed_settings(piece: Piece, default: Piece) -> str:
 
 
 def commands_page() -> str:
-    """Return every command with its arguments."""
+    """Return the page with the syntax and the arguments of every command."""
     blocks = [_COMMANDS_HEAD]
     for name, (module, help_text) in COMMANDS.items():
         parser = argparse.ArgumentParser()
@@ -431,7 +434,7 @@ def commands_page() -> str:
 
 
 def _argument(action: argparse.Action) -> str:
-    """Return an argument in command-line syntax."""
+    """Format an argument in command-line syntax, such as ``--out FILE`` or ``[key=value ...]``."""
     name = action.metavar or action.dest.upper()
     if action.option_strings:
         option = action.option_strings[-1]
@@ -462,7 +465,7 @@ def python_page() -> str:
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_wrapped(_signature(value))}"
+            declaration = f"def {name}{_wrap_signature(_signature(value))}"
             members = ()
 
         # Each entry has the signature as Python, the docstring, and a table of the members.
@@ -495,8 +498,8 @@ def _signature(item: Any) -> str:
     return re.sub(r"\((self|cls)(, )?", "(", text)
 
 
-def _wrapped(signature: str) -> str:
-    """Return a signature with a line for each parameter if it is long."""
+def _wrap_signature(signature: str) -> str:
+    """Format a signature with a line for each parameter if it is long; return a short one unchanged."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     parameters_text, _, result = signature[1:].rpartition(")")
@@ -574,7 +577,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def write_all(folder: Path) -> None:
-    """Write every page below a folder."""
+    """Write every generated page to its file below ``folder``."""
     for name, page_text in PAGES.items():
         path = folder / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ HOST_MEMORY = "0.25"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``serve``."""
+    """Add the command-line arguments of ``serve`` to its parser."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
