@@ -36,13 +36,13 @@ from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, S
 
 GIB = 2**30
 SCRATCH = "/dev/shm"
-"""Mount point of temporary files in memory for a process without its own root."""
+"""Mount point of the file system in memory for temporary files, for a process without its own root."""
 TOO_MANY_PROCESSES = 97
 """Exit code of a supervisor that ended its worker for having too many processes or threads."""
 TOO_MUCH_MEMORY = 98
 """Exit code of a supervisor that ended its worker for using too much memory."""
 CHECK_SECONDS = 0.1
-"""Time between two measurements of a worker and its descendants."""
+"""Seconds between two measurements of a worker and its descendants."""
 SHARED_MEMORY_CHECKS = 5
 """One of this many measurements includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
@@ -82,7 +82,7 @@ _INTERFACE_UP = 1
 
 @dataclass
 class Isolation:
-    """The state that `isolate` prepares for the process that `enter` confines."""
+    """Namespaces, limits and folders that `isolate` prepares for the process that `enter` confines."""
 
     visible: Visible
     owner: Owner
@@ -131,7 +131,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Set by how many processes the limit may be exceeded: ``count``, at most ``own_processes``."""
+    """Set by how many processes contained code may exceed its limit: ``count``, at most ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -208,7 +208,7 @@ def _temporary_folder() -> str:
 
 
 def _task_limit(limits: Mapping[str, Any]) -> int:
-    """Return the maximum number of threads and processes together."""
+    """Return the limit of the number of threads and processes of contained code together."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
@@ -354,7 +354,9 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root; return whether the kernel allowed it."""
+    """Change the root of this process to one with only the visible paths; return whether the kernel allowed
+    it.
+    """
     scratch = isolation.scratch
     if scratch is None:
         return False
@@ -488,7 +490,7 @@ def _filter(
 
 
 def _linux_version() -> tuple[int, ...]:
-    """Return the first two numbers of the kernel's version."""
+    """Return the first two numbers of the kernel's version, such as (6, 8)."""
     numbers = re.findall(r"\d+", os.uname().release)
     return tuple(int(number) for number in numbers[:2])
 

@@ -276,7 +276,10 @@ def _instruction(
     when_true: int = 0,
     when_false: int = 0,
 ) -> bytes:
-    """Return an instruction; after a comparison ``when_true`` or ``when_false`` instructions are skipped."""
+    """Encode one instruction of a BPF filter.
+
+    After a comparison, ``when_true`` or ``when_false`` instructions are skipped.
+    """
     return struct.pack("HBBI", code, when_true, when_false, value)
 
 

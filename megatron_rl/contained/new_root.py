@@ -54,7 +54,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Tree:
-    """A copy of the mounts at one path."""
+    """Copy of the mounts at one visible path, before it is mounted in the new root."""
 
     path: str
     """Path without symbolic links."""
@@ -169,7 +169,9 @@ def _restrict(
     attributes: int,
     owner: Owner | None,
 ) -> None:
-    """Set a tree's attributes, and map its files to ``owner`` if its file system supports that."""
+    """Set the mount attributes of a copied tree, and map its files to ``owner`` if its file system supports
+    that.
+    """
     is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):
