@@ -24,7 +24,7 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.progress import count_progress
 
 _FULL_BYTES = 2**20
-"""A disk with fewer free bytes counts as full, even if the failed writer reports another reason."""
+"""Free bytes below which a disk counts as full, even if the failed writer reports another reason."""
 _SHOWN_PROBLEMS = 5
 """Maximum number of damaged files in a summary of one line."""
 _SHOWN_LINES = 8

@@ -193,10 +193,11 @@ def _torch_value(value: Any) -> Any:
 
 
 def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
-    """Change the padding of a sharded embedding or output tensor so that it has ``row_count`` rows in total.
+    """Change a sharded tensor with a row per token of the vocabulary to ``row_count`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
-    The last tensor-parallel rank adds or removes rows of zeros. Other values are returned unchanged.
+    The last tensor-parallel rank adds or removes rows of zeros. Other values than embedding and output
+    tensors are returned unchanged.
     """
     vocabulary = vocabulary_names(model.spec.model.shape)
     if not isinstance(value, ShardedTensor) or value.key not in vocabulary:

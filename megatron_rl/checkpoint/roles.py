@@ -68,7 +68,7 @@ _OPTIMIZER_BYTES = 12
 
 
 class TrainedRole(NamedTuple):
-    """A role's model and optimizer on this rank, to save or to restore.
+    """A role's model and optimizer on this rank, which are saved or restored together.
 
     Example: ``TrainedRole(model, optimizer)`` on the role's ranks, ``TrainedRole(None, None)`` on others.
     """
@@ -180,7 +180,10 @@ def _prepare(
     layout: str,
     checkpoint_bytes: float,
 ) -> None:
-    """Create the folders of a checkpoint; raise UserError if it cannot be written."""
+    """Create the folders of a checkpoint; raise UserError if it cannot be written.
+
+    ``checkpoint_bytes``: size of the complete checkpoint, for which the disk must have room.
+    """
     if layout == SAME:
         for role in roles.values():
             require_shards(role.optimizer)
@@ -332,7 +335,7 @@ def load_model(
 
 
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
-    """Return the content of a torch.save file of plain values, tensors and ``types``.
+    """Read a file that torch.save wrote, of plain values, tensors and ``types``.
 
     Raises UserError if the file is unreadable or contains an object of the wrong type.
     """
