@@ -25,7 +25,7 @@ class LayerOptions(NamedTuple):
     tensor_group: Any
     """Tensor-parallel process group."""
     fused: bool
-    """The layers are Transformer Engine's."""
+    """Whether the layers are Transformer Engine's."""
 
 
 class BlockBuilder(Generic[Kind]):

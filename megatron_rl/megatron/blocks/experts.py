@@ -23,7 +23,7 @@ class ExpertsBuilder(BlockBuilder[Experts]):
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make experts add their biases, if they have any."""
+        """Make the built experts add their biases, if the model has any; Megatron would leave them out."""
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
 

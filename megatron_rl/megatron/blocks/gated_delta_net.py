@@ -18,7 +18,7 @@ class GatedDeltaNetBuilder(BlockBuilder[GatedDeltaNet]):
     """Builder of gated delta nets."""
 
     def layer_spec(self, layer: Any, kind: GatedDeltaNet, options: LayerOptions) -> Any:
-        """Return a new spec with a delta net instead of attention."""
+        """Return a new layer spec with a gated delta net instead of attention."""
         in_proj: Any = ColumnParallelLinear
         out_proj: Any = RowParallelLinear
         if options.fused:
