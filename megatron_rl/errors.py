@@ -33,9 +33,9 @@ class UserError(Exception):
     where: str | None = None
     """Configuration path, ``file:line`` or command."""
     expected: str | None = None
-    """Valid values; None if it would only repeat the message."""
+    """Valid values, as text; None if it would only repeat the message."""
     got: str | None = None
-    """Actual value."""
+    """Actual value, as text."""
     fix: str | None = None
     """Step that corrects the mistake."""
 
