@@ -38,8 +38,8 @@ _EXCERPT_BYTES = 2000
 """Bytes at the end of a failed program's standard error that the failure message quotes."""
 
 _SHUTDOWN_SECONDS = 0.1
-"""Seconds that open requests get to finish when the episode ends. The time is short, since the agent that would
-read the responses has ended, and not 0, which aiohttp treats as no time limit."""
+"""Seconds that open requests get to finish when the episode ends. The time is short, since the agent that
+would read the responses has ended, and not 0, which aiohttp treats as no time limit."""
 
 _BODY_CHECK_SECONDS = 0.2
 """Seconds between two checks for a malformed body while a request's body is incomplete."""
