@@ -261,9 +261,7 @@ def unreplaced_folders(folder: Path) -> list[Path]:
 
 
 def recover_replaced(folder: Path) -> list[Path]:
-    """Rename folders ``NAME.old`` back to NAME, where a killed `publish` has left no folder NAME; return
-    their paths.
-    """
+    """Rename each folder ``NAME.old`` to NAME if a killed `publish` left no NAME; return their paths."""
     recovered = [path.rename(path.with_suffix("")) for path in unreplaced_folders(folder)]
     if recovered:
         sync_folder(folder)

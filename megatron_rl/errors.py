@@ -60,7 +60,7 @@ class UserError(Exception):
         return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the fields as a plain mapping."""
+        """Return the error's fields as a mapping of JSON values."""
         return {
             "message": self.message,
             "where": self.where,

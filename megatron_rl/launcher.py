@@ -158,9 +158,7 @@ def _integer(
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
-    """Return the error for an invalid environment variable ``name``; ``got`` is its value, None if it is not
-    set.
-    """
+    """Return the error for an invalid environment variable; ``got`` is its value, None if unset."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",

@@ -109,14 +109,12 @@ class Advantage(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the estimator reads the actor's distributions, which a forward pass before the loss must
-        compute.
-        """
+        """Whether the estimator reads the actor's distributions, which a forward pass must compute first."""
         return self.needs_squared_probs
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and returns of every token."""
+        """Compute advantages and returns of every token, [N] each; a subclass defines the estimator."""
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Run `estimate`, check its result, whiten and clip as configured, and set 0 outside the mask."""
@@ -416,8 +414,9 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's mean, scaled up by the share of zero rewards, for each row:
-        [B].
+        """Compute the reward minus its group's mean for each row: [B].
+
+        It is scaled up to compensate for rows with reward 0.
         """
         rewards = inputs.rewards
         valid = inputs.valid
@@ -511,7 +510,7 @@ class Reinforce(Advantage):
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute the returns, which are also the advantages."""
+        """Compute the discounted return of every token, which is also its advantage: [N] each."""
         returns = discounted_returns(inputs.token_rewards, inputs.mask, inputs.lengths, gamma=self.gamma)
         return Advantages(returns, returns)
 
@@ -536,7 +535,10 @@ class Remax(Advantage):
     needs_greedy_baseline: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute returns minus baseline, and returns; raise ValueError without greedy rewards."""
+        """Compute each token's return minus the greedy reward, and its return: [N] each.
+
+        Raises ValueError without the rewards of greedy responses.
+        """
         if inputs.baseline_rewards is None:
             raise ValueError("ReMax needs rewards of greedy responses: Scores.baseline_rewards is missing")
 
@@ -637,9 +639,7 @@ class Gae(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute the policy's advantages and the critic's targets by GAE, with one lambda for both: [N]
-        each.
-        """
+        """Compute advantages and the critic's targets by GAE with one lambda for both: [N] each."""
         return gae(
             inputs.token_rewards,
             _critic_values(inputs),

@@ -167,9 +167,7 @@ class Algorithm:
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return a copy of the algorithm in which pieces have derived unset settings from the response limit
-        in tokens.
-        """
+        """Return a copy in which pieces have derived unset settings from the response limit in tokens."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **changed)
 

@@ -80,9 +80,7 @@ class Correction(Piece):
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the errors for the band, for the rejection measures, and for settings that exclude each
-        other.
-        """
+        """Yield the errors for the band, for rejection measures, and for settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(

@@ -186,8 +186,9 @@ def _advantage_inputs(
     valid: Tensor,
     old_log_probs: Tensor | None,
 ) -> AdvantageInputs:
-    """Shape the rewards, apply the penalties, and distribute the result over tokens as inputs of the
-    estimator.
+    """Shape the rewards, apply the penalties, and distribute the result over tokens.
+
+    Returns the inputs of the advantage estimator.
     """
     lengths = rollouts.lengths
     shaping = algorithm.reward_shaping
@@ -337,7 +338,7 @@ class AlgorithmState:
 
     @classmethod
     def from_state_dict(cls, state_dict: dict) -> AlgorithmState:
-        """Restore the state from the result of `state_dict`."""
+        """Construct an algorithm's state from the result of `state_dict`."""
         return cls(float(state_dict["kl_coef"]), RunningMoments(*state_dict["moments"]))
 
 

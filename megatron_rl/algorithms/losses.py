@@ -97,9 +97,7 @@ class PolicyLoss(Piece, ABC):
         """Compute the loss of every token [N] of a micro-batch; ``log_probs`` [N] carries the gradient."""
 
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
-        """Return the tokens [N] bool of a mini-batch that get a different loss; None means that no token
-        does.
-        """
+        """Return the tokens [N] bool of a mini-batch that get a different loss, or None for no tokens."""
         return minibatch.selected
 
 
@@ -386,7 +384,7 @@ def _complement(log_probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueLoss(Piece, ABC):
-    """Critic's loss per token; a subclass defines `token_loss`."""
+    """Loss of the critic's value per token; a subclass defines `token_loss`."""
 
     @abstractmethod
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:

@@ -349,8 +349,7 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 
 
 def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
-    """Check Megatron's settings of every role; return the keys of settings that Megatron itself has to
-    validate.
+    """Check Megatron's settings of every role; return the keys that Megatron itself has to validate.
 
     ``elsewhere`` is whether the run will be on other machines.
     """
@@ -730,8 +729,9 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Add the origin of an error's value, a file and line or an override, to the configuration key in
-    ``where``.
+    """Append the origin of an error's value to the configuration key in ``where``.
+
+    The origin is a file and line, or an override.
     """
     key = error.where
     if key is None or not _KEY.fullmatch(key):

@@ -352,7 +352,7 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
 
 
 def _role_at(key: str) -> str:
-    """Return the role whose model the key names."""
+    """Return the name of the role whose model path is at a configuration key."""
     if key == _ACTOR_PATH:
         return "actor"
     return role_of(key.removesuffix(".path"))

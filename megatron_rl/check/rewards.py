@@ -167,9 +167,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that was copied from the stored configuration of a run, where it was
-    redacted.
-    """
+    """Return the error for a value that is redacted, copied from the stored configuration of a run."""
     if not is_hidden(value):
         return []
     return [
@@ -420,9 +418,7 @@ def function_errors(config: RunConfig) -> list[UserError]:
 
 
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
-    """Yield the functions that a run calls in contained processes: of rewards, filters, evaluation sets and
-    the judge.
-    """
+    """Yield the functions that run in contained processes: rewards, filters, evaluation and the judge's."""
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
         yield _ContainedFunction(reward, "reward.function")

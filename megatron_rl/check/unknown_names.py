@@ -239,8 +239,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for a name that has a counterpart here: another project's name, or a former one of
-    ours.
+    """Return the error for another project's name, or a former name of ours, of a setting.
 
     ``our_key`` is the current key of the setting.
     """
@@ -393,9 +392,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[
 
 
 def piece_paths() -> list[str]:
-    """Return the key of every setting of the named pieces (loss, advantage and other components) of
-    algorithms.
-    """
+    """Return the key of every setting of an algorithm's named pieces (its loss and other components)."""
     keys: list[str] = []
     for section, kind in KINDS.items():
         for piece in kind.named.values():

@@ -52,8 +52,7 @@ _DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes whose ranks have the same roles, and in each role the same replicas and stages relative to the
-    node.
+    """Nodes with the same roles, and in each role with the same division into replicas and stages.
 
     Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
     """
@@ -372,9 +371,7 @@ def group_nodes(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
 
 
 def _centre(slot: int, column: int) -> int:
-    """Return the horizontal centre of the column of a rank, in pixels; ``slot`` is the rank's index in its
-    node.
-    """
+    """Return the horizontal centre of a rank's column in pixels; ``slot`` is its index in the node."""
     return _LEFT + column * slot + column // 2
 
 

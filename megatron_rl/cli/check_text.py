@@ -103,9 +103,7 @@ def report_text(
 
 
 def _sections(report: CheckReport) -> list[str]:
-    """Return the sections of a verbose report; those without results are left out, since errors stop a check
-    early.
-    """
+    """Return the sections of a verbose report, without those for which an early error left no results."""
     blocks = [_configuration_section(report)]
 
     # In the order of a user's questions: the algorithm and its ranks, the data, the memory.

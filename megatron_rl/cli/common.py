@@ -39,7 +39,7 @@ def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | No
 
 
 def require_directory(path: Path, argument: str) -> None:
-    """Raise UserError unless the path is a directory."""
+    """Raise UserError unless ``path``, the value of a command's ``argument``, is a directory."""
     if path.is_dir():
         return
 

@@ -62,7 +62,7 @@ A configuration sets these values itself, so `plan CONFIG` refuses them.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan`` to a parser."""
+    """Add the command-line arguments of ``plan`` to its parser."""
     parser.add_argument(
         "model",
         nargs="?",

@@ -37,7 +37,7 @@ CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan-reshard`` to a parser."""
+    """Add the command-line arguments of ``plan-reshard`` to its parser."""
     parser.add_argument(
         "model", metavar="MODEL", help="preset name, directory with config.json, or the config.json itself"
     )

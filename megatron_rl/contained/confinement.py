@@ -354,9 +354,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root of this process to one with only the visible paths; return whether the kernel allowed
-    it.
-    """
+    """Change the root to one with only the visible paths; return whether the kernel allowed it."""
     scratch = isolation.scratch
     if scratch is None:
         return False
@@ -371,13 +369,13 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         try:
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
-            _keep_user(isolation)
+            _run_as_own_user(isolation)
             same_user = SAME_USER.format(name="root")
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.
-        _keep_user(isolation)
+        _run_as_own_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
             kernel.attach(os.dup(scratch), SCRATCH)
@@ -389,8 +387,8 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     return True
 
 
-def _keep_user(isolation: Isolation) -> None:
-    """Set this process's user as the owner of contained code."""
+def _run_as_own_user(isolation: Isolation) -> None:
+    """Record that contained code will run as this process's own user, instead of as a separate one."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 

@@ -169,9 +169,7 @@ def _restrict(
     attributes: int,
     owner: Owner | None,
 ) -> None:
-    """Set the mount attributes of a copied tree, and map its files to ``owner`` if its file system supports
-    that.
-    """
+    """Set the attributes of a tree's mounts, and map its files to ``owner`` if the file system can."""
     is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):

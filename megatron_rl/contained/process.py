@@ -200,9 +200,7 @@ class ContainedProcess:
         return frames[0]
 
     def wait(self, time_limit: float) -> bool:
-        """Wait until output arrives or the process ends, for at most ``time_limit`` seconds; return whether
-        it did.
-        """
+        """Return whether output arrives, or the process ends, within ``time_limit`` seconds."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             return bool(selector.select(time_limit))

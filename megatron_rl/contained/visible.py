@@ -85,7 +85,7 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 @dataclass(frozen=True)
 class Visible:
-    """Absolute paths that are visible to contained code."""
+    """Absolute paths that are visible to contained code, by the reason why they are."""
 
     packages: tuple[str, ...]
     """Parts of installations, always read-only."""

@@ -72,9 +72,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Return a tool call with the JSON text of its arguments parsed to an object; return other calls
-    unchanged.
-    """
+    """Parse the JSON text of a tool call's arguments; return a call without such text unchanged."""
     # Keep text that is not JSON: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -673,8 +671,7 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: one for the prompts of its data, one for conversations that an environment
-    opens.
+    """Chat formats of a run: for the prompts of its data, and for conversations of environments.
 
     ``templated``: whether the prompts of the data are rendered by the tokenizer's chat template.
     """

@@ -495,9 +495,7 @@ class RecordReader:
     # Fields and keys that nothing reads
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
-        """Record the names of the record's fields that nothing reads, for a warning at the end of the data
-        set.
-        """
+        """Record the names of a record's fields that nothing reads, for a warning about the data set."""
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
         if not self.responses:

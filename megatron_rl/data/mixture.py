@@ -138,9 +138,7 @@ class MixedPrompts:
         source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the fractions of `PromptSource.uniform_fractions` of every source; the suffix is
-        ``/SOURCE``.
-        """
+        """Return `PromptSource.uniform_fractions` of every source; the suffixes are ``/SOURCE``."""
         fractions: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
             for shares in source.uniform_fractions().values():

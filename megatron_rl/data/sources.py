@@ -109,7 +109,7 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped(self) -> set[int]:
-        """Return the items that the current epoch skips."""
+        """Draw the items that the current epoch skips, out of those with equal rewards."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
@@ -407,7 +407,7 @@ class PromptSource:
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of all fields of the records."""
+        """Digest of all fields of the data set's records, which identifies them in checkpoints."""
         return self._encoded.digest()
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:

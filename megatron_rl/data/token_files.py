@@ -93,7 +93,7 @@ def _record_json(record: Record) -> str:
 
 
 class _LazyRows(Sequence[Any]):
-    """Sequence of rows that are read on access."""
+    """Sequence of a token file's rows, each of which is read when it is accessed."""
 
     def __init__(self, count: int, read: Callable[[int], Any]) -> None:
         self._count = count

@@ -345,7 +345,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times (monotonic) of a process's deadlines."""
+        """Return the times (monotonic) by which a process must answer a ping, or an environment must act."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
         deadlines = list(host.closing.values())

@@ -483,8 +483,9 @@ def passes_test(source: str, test: Test, time_limit: float) -> bool:
 
 
 def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
-    """Return whether a program prints the expected lines and exits successfully within ``time_limit``
-    seconds.
+    """Return whether a program prints the expected lines and exits with status 0 in time.
+
+    ``time_limit``: maximum seconds.
     """
     # Temporary files need no reader while the program runs, unlike pipes. Files in memory are forbidden to
     # contained code, since no limit counts them.

@@ -114,8 +114,9 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``extra_metrics`` with ``reward/invalid_REASON``, the fraction of samples that failed for
-        each reason.
+        """Return ``extra_metrics``, and the share of samples that failed for each reason.
+
+        The shares are named ``reward/invalid_REASON``.
 
         ``reasons`` are those that occurred on other ranks. Their metrics are included too, since all ranks
         must have the same metrics; like the others, they count the samples of this rank only.

@@ -320,7 +320,7 @@ class Peer:
         return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
 
     def decode(self, value: Any) -> Any:
-        """Decode a value that the other end encoded."""
+        """Decode a value that the other process encoded with `encode`."""
         if not isinstance(value, list):
             return value
 

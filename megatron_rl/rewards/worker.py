@@ -251,7 +251,7 @@ class Traits(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
-        """Return the traits in a worker's frame."""
+        """Construct a function's traits from the values of `to_frame` in a worker's reply."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
             frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),

@@ -125,7 +125,7 @@ class Roles:
 
     @property
     def models(self) -> list[ModelRole]:
-        """Return every role with a Megatron model."""
+        """Return every role with a Megatron model: actor, scorers and reward models."""
         return [
             self.actor,
             *self.scorers.values(),

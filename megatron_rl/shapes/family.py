@@ -81,7 +81,7 @@ class ConfigReader:
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
-        """Record the error of an unsupported value."""
+        """Record the error of the unsupported value at ``key``."""
         self.errors.append(
             UserError(
                 message,

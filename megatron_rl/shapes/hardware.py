@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Return the number of GPUs that NVLink connects."""
+        """Return the number of GPUs in one NVLink domain: those of a node, or of several."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
 
@@ -287,7 +287,7 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 
 
 def build(data: Mapping[str, Any]) -> Constants:
-    """Convert the mapping of constants.json to `Constants`."""
+    """Construct `Constants` from a mapping with the structure of constants.json."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
 
     # A GPU is found by its name and its aliases, in any case.

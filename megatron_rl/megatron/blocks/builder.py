@@ -18,7 +18,7 @@ Kind = TypeVar("Kind", bound=Mixer | FeedForward)
 
 
 class LayerOptions(NamedTuple):
-    """Options of the layers of one pipeline stage."""
+    """Properties of a model's layers, the same for all layers of a pipeline stage, that builders read."""
 
     config: TransformerConfig
     """Megatron's configuration of the model."""

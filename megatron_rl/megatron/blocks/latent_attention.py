@@ -27,9 +27,7 @@ class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
         allow_without_transformer_engine()
 
     def layer_spec(self, layer: Any, kind: LatentAttention, options: LayerOptions) -> Any:
-        """Return the layer spec with an attention that accepts the norms of its spec in any version of
-        Megatron.
-        """
+        """Return the layer's spec with an attention that accepts its norms in any version of Megatron."""
         fit_latent_spec(layer, options.tensor_group)
         return layer
 

@@ -41,7 +41,7 @@ class Lengths:
         return exp(-length / self.scale)
 
     def mean_square(self) -> float:
-        """Return the mean of the squared length."""
+        """Return the mean of the squared response length, in tokens squared."""
         if self.scale is None:
             return self.longest**2
         # Second moment of the exponential distribution with its tail at the limit.
@@ -51,8 +51,7 @@ class Lengths:
 
 @lru_cache(maxsize=256)
 def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
-    """Return the distribution of response lengths with the mean ``mean`` and the maximum ``limit``, in
-    tokens.
+    """Return the distribution of response lengths with mean ``mean`` and maximum ``limit``, in tokens.
 
     ``kind``: "fixed" for equal lengths, or "variable" for lengths from an exponential distribution that is
     truncated at ``limit``. Its scale is the solution of scale (1 - e^(-limit / scale)) = mean.

@@ -52,7 +52,8 @@ OPEN_ORDER = "split, open order"
 SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
 """Kinds of placements with separate GPUs for generation."""
 OVERSAMPLE = 0.25
-"""Extra groups in flight in a planned open order, as a fraction of the groups of a step."""
+"""Extra groups in flight in a planned open order (responses are trained on as they finish), as a fraction
+of the groups of a step."""
 
 _ACTOR = ACTOR.name
 _CRITIC = CRITIC.name
@@ -214,7 +215,7 @@ class PlacementPlan:
 
     @property
     def largest_pipeline(self) -> int:
-        """Return the largest pipeline size of any role."""
+        """Return the largest number of pipeline stages of any role."""
         plans = [plan for group in self.groups for plan in group.plans.values()]
         return max(plan.choice.layout.pipeline for plan in plans)
 
@@ -639,7 +640,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
 
 
 def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with generation-only GPUs."""
+    """Return the fastest placement with separate GPUs that only generate, or None if none fits."""
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -667,9 +668,7 @@ def _is_allowed_size(problem: Problem, size: int) -> bool:
 
 
 def _faster_placement(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
-    """Return the placement with the shorter step, or the first if both are equal; None stands for no
-    placement.
-    """
+    """Return the placement with the shorter step, the first of equal ones; None is no placement."""
     if best is None or candidate is None:
         return best or candidate
     if candidate.step.total < best.step.total:

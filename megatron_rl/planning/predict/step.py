@@ -157,9 +157,7 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes` for a model in a layout; cached, since a search computes the same layouts many
-    times.
-    """
+    """Return `shared_bytes` for a model in a layout, cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -355,7 +353,7 @@ def _reload_seconds(
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
-    """Return the engine's layout of a configuration."""
+    """Convert the configured layout of the rollout engine to the form in which generation is predicted."""
     # vLLM distributes experts over the tensor-parallel ranks of a replica.
     expert = 1
     if config.rollout.vllm.get("enable_expert_parallel"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
-    """Latent attention with the sizes of `ModelShape`."""
+    """Attention whose keys and values are expanded from one latent, with the sizes of `ModelShape`."""
 
     name: ClassVar[str] = "latent_attention"
     noun: ClassVar[str] = "layers of latent attention"
@@ -95,8 +95,7 @@ class LatentAttention(Mixer):
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 h (d_qk + d_v): two FLOPs per element of each of h heads' queries, and of each head's
-        output.
+        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
 
         A query element is multiplied by one of the key, and a probability by each element of the value.
         """
@@ -115,8 +114,9 @@ class LatentAttention(Mixer):
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token of a rank's queries, outputs, keys and values; every head has separate
-        ones.
+        """Count the elements per token of a rank's queries, outputs, keys and values.
+
+        Every head has a separate key and value.
         """
         return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
