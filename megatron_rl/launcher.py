@@ -93,7 +93,7 @@ def current_launch(*, joins: bool = False) -> Launch:
 
 
 def process_rank() -> int:
-    """Return the rank of this process, 0 without a launcher; for messages, so it never raises."""
+    """Return this process's rank for messages, 0 without a launcher; never raises."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 

@@ -219,7 +219,7 @@ class GroupAdvantage(Advantage):
         """Compute one advantage per row: [B]. A subclass defines the comparison of a prompt's samples."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Assign each row's advantage to its response tokens."""
+        """Compute one advantage per row, and assign it to all response tokens of the row."""
         return outcome(inputs, self.rows(inputs))
 
 

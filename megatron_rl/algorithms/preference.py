@@ -224,7 +224,7 @@ def dpo_objective(
 
 
 def _users_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
-    """Call a user's loss; raise UserError unless it returns one number per pair."""
+    """Call a user's preference loss; raise UserError unless it returns one number per pair."""
     loss = function(pairs)
     # A scalar would broadcast in the weighted sum and give a wrong gradient without an error.
     if getattr(loss, "shape", None) != pairs.chosen.shape:

@@ -153,7 +153,7 @@ class CheckReport:
         return self.config
 
     def explicit_keys(self) -> list[str]:
-        """Return the keys that a file or an override has set."""
+        """Return the configuration keys that a file or an override has set."""
         return [key for key, origin in self.origins.items() if origin.kind in ("file", "override")]
 
 
@@ -513,7 +513,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
 
 
 def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
-    """Check lengths, adapters, routing and layouts against the shapes of the models."""
+    """Check token lengths, adapters, routing and layouts against the shapes of the roles' models."""
     config = check.config
     shape = inputs.shape
     lengths_valid = check.is_valid(
@@ -654,7 +654,7 @@ def _report(
 
 
 def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None) -> _Plans:
-    """Derive every unset value, compute the plans, and add the findings that need them to ``check``."""
+    """Derive every unset value, compute the plans, and add the findings that need the plans to ``check``."""
     resolved = resolve(check.config, world, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)

@@ -253,7 +253,7 @@ def _check_data(inputs: Inputs) -> None:
 
 
 def _check_reward(inputs: Inputs) -> None:
-    """Check reward functions and servers, and whether the servers answer now."""
+    """Check the reward functions and servers, and before a run also whether the servers answer."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
     if inputs.config.teacher_server is not None:

@@ -81,7 +81,7 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return the kind of function as a noun for error texts."""
+        """Return the kind of the function as a noun for error texts, such as "reward function" or its key."""
         return "reward function" if self.key == "reward.function" else self.key
 
 
@@ -286,7 +286,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 
 def _binds(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -384,7 +384,7 @@ class _ContainedFunction(NamedTuple):
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def errors(self) -> list[UserError]:
-        """Load the function as a run does; return the errors of loading it."""
+        """Load the function in a contained process as a run does; return the errors of loading it."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
     def source_errors(self) -> list[UserError]:

@@ -186,7 +186,7 @@ def _state(
 
 
 def _torch_value(value: Any) -> Any:
-    """Return the torch object that a string such as "torch.bfloat16" names; return other values unchanged."""
+    """Convert a string such as "torch.bfloat16" to the object of torch; return other values unchanged."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
@@ -342,7 +342,7 @@ def _first_difference(
 
 
 def _is_equal_up_to_rounding(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
-    """Return whether the float32 master weights in a box equal the model weights up to rounding."""
+    """Return whether master weights equal the model weights in a box (slice) of a tensor, up to rounding."""
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
 

@@ -198,7 +198,10 @@ def _prepare(
 
 
 def _stored_bytes(role: TrainedRole) -> int:
-    """Return the bytes of a role's checkpoint that this rank counts; the sum over all ranks is its size."""
+    """Return the bytes of a role's checkpoint that this rank accounts for.
+
+    The sum over all ranks is the size of the role's part of the checkpoint.
+    """
     if role.model is None:
         return 0
 
@@ -402,7 +405,7 @@ def _layout_meta(model: ParallelModel) -> dict[str, Any]:
 
 
 def _dtype(model: ParallelModel) -> str:
-    """Return the name of the parameters' dtype, such as "bfloat16"."""
+    """Return the name of the dtype of the model's parameters, such as "bfloat16"."""
     return str(model.transformer_config.params_dtype).removeprefix("torch.")
 
 
@@ -414,7 +417,7 @@ def _layer_kind(model: ParallelModel) -> str:
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
-    """Return the optimizer's entry of meta.json, or None without an optimizer."""
+    """Return the entry of meta.json that names the kind of optimizer, or None without an optimizer."""
     if optimizer is None:
         return None
     return optimizer_kind(optimizer.config.name, optimizer.config.distributed)

@@ -103,7 +103,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each value in the index that is a pickle, not a tensor."""
+    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors."""
     names: set[str] = set()
     for name, entry in directory.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

@@ -186,7 +186,7 @@ def _users(text: str) -> Sequence[int]:
 
 
 def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the server's entry for its first model: ``id``, and ``root``, the model's folder."""
+    """Return the first model that the server lists: ``id`` is its name, ``root`` its folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             return json.load(response)["data"][0]

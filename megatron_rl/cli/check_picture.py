@@ -214,7 +214,7 @@ def _role_row(
 
 
 def _sizes_text(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role in short, such as ``TP8 PP4 DP2, 64 ranks``."""
+    """Format the parallel sizes of a role, such as ``TP8 PP4 DP2, 64 ranks``."""
     sizes = layout.short_text()
     if role == ROLLOUT.name:
         sizes = f"TP{layout.tensor} x {layout.data} replicas"
@@ -259,7 +259,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
 
 
 def _index_text(values: Sequence[int]) -> str:
-    """Return indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
+    """Format indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
 
     Example:
         >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])

@@ -138,7 +138,7 @@ def _has_error(sections: Sections) -> bool:
 
 
 def _print_errors(errors: list[Finding]) -> None:
-    """Print the errors of a rank that does not print the table."""
+    """Print the errors of a machine whose rank does not print the table."""
     for finding in errors:
         line = f"{socket.gethostname()}, rank {process_rank()}: {finding.name}: {finding.text}"
         if finding.fix:

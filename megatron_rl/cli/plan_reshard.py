@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters to transfer instead of the weights; raises UserErrors for invalid ones."""
+    """Return the adapters that ``--lora-rank`` transfers instead of the weights, or None for weights."""
     if rank is None:
         return None
 
@@ -156,7 +156,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
 
 
 def _engine_layout(text: str) -> tuple[int, bool]:
-    """Return the number of ranks of a replica, and whether each expert is on one rank (``epN``)."""
+    """Parse the engine's layout: the ranks of a replica, and whether each expert is on one (``epN``)."""
     sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(

@@ -129,7 +129,7 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Return the sections of each subject's page, each with the paths that share its table."""
+    """Return the sections on each page: subject -> (class, paths of the sections that share its table)."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
@@ -162,7 +162,7 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Format a header and rows as the lines of a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -194,7 +194,7 @@ def _piece_table(key: str, kind: Kind) -> str:
 
 
 def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the cells of a piece's setting: its name with the default, its meaning with the bounds."""
+    """Return the table cells of a piece's setting: its name with the default, its meaning with the bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
 
@@ -206,7 +206,7 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
-    """Return the cells of a configuration key, in the order of `_COLUMNS`."""
+    """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
     type_name = "section"
     if not section_class(hint):
@@ -218,7 +218,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
 
 
 def _meaning(setting: Setting) -> str:
-    """Return the meaning of a setting with its choices or bounds."""
+    """Return the meaning of a setting with its choices or bounds, as a table cell."""
     allowed = _allowed_values(setting)
     if not allowed:
         return setting.meaning
@@ -226,7 +226,7 @@ def _meaning(setting: Setting) -> str:
 
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
-    """Return the default of a key as a cell."""
+    """Format the default of a configuration key as a table cell."""
     # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
@@ -252,7 +252,7 @@ def _differences(section: Any) -> str:
 
 
 def _allowed_values(setting: Setting) -> str:
-    """Return the choices or the bounds of a setting."""
+    """Describe the valid values of a setting: its choices or its bounds."""
     if not setting.choices:
         return setting.bounds()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
@@ -370,7 +370,7 @@ def with_formulas(text: str) -> str:
 
 
 def algorithms_page() -> str:
-    """Return every named algorithm with its pieces, and every piece with its equation and source."""
+    """Return the page with every named algorithm's pieces, and with every piece's equation and source."""
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
@@ -457,7 +457,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def python_page() -> str:
-    """Return the guide to Python, then every public name with its signature and docstring."""
+    """Return the page on Python: the guide, then every public name with its signature and docstring."""
     blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
@@ -484,7 +484,7 @@ def python_page() -> str:
 
 
 def _signature(item: Any) -> str:
-    """Return the signature of a function or method without self; empty for a property."""
+    """Format the signature of a function, or of a method without self; empty for a property."""
     if isinstance(item, property):
         return ""
     if isinstance(item, classmethod):
@@ -520,7 +520,7 @@ def _parameters(text: str) -> Iterator[str]:
 
 
 def other_names_page() -> str:
-    """Return the page of other projects' names for our keys, with a table per project."""
+    """Return the page with other projects' names for our keys, in a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
@@ -552,7 +552,7 @@ def other_names_page() -> str:
 
 
 def _doc(value: Any) -> str:
-    """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
+    """Convert a docstring to Markdown, with a link for each paper; empty without a docstring."""
     # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
@@ -560,7 +560,7 @@ def _doc(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table: on one line, with its bars escaped."""
+    """Format a text as a cell of a Markdown table: on one line, with its bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

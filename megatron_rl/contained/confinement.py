@@ -200,7 +200,7 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
 
 
 def _temporary_folder() -> str:
-    """Return a new folder on disk for temporary files."""
+    """Create a folder on disk for temporary files, and return its path."""
     # Imported here because it takes a third of this module's import time and is seldom needed.
     import tempfile
 
@@ -557,7 +557,7 @@ def _exceeded_limit(
     scratch: int | None,
     count_shared: bool,
 ) -> int | None:
-    """Return the exit code of the limit that the worker and its descendants exceed, or None.
+    """Return the exit code for a limit that the worker's processes exceed, or None if they exceed none.
 
     ``count_shared`` includes shared mappings in the memory.
     """
@@ -640,7 +640,7 @@ def _task_count(process: int) -> int:
 
 
 def _private_bytes(process: int) -> int:
-    """Return the resident bytes of a process without file-backed and shared pages."""
+    """Return the resident bytes of a process, without file-backed and shared pages."""
     try:
         _, resident_pages, shared_pages, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except (OSError, ValueError):

@@ -284,7 +284,7 @@ def _instruction(
 
 
 def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
-    """Return the instructions that skip a block unless the loaded word is ``value``."""
+    """Encode instructions that skip ``block`` unless the loaded word is ``value``."""
     return [_instruction(_EQUAL, value, 0, len(block)), *block]
 
 

@@ -141,7 +141,7 @@ def _trees(
     *,
     hides: bool = False,
 ) -> list[_Tree]:
-    """Return copies of the mounts at ``paths``, with the attributes.
+    """Copy the mounts at ``paths`` and set their attributes; return the copies.
 
     Symbolic links in the paths are added to ``links``, with their targets.
     """

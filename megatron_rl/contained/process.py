@@ -288,7 +288,7 @@ def serve_nothing(
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Reply to the first request with the protections that are not enforced, and return."""
+    """Serve a process that only tests its confinement: reply with the protections that are not enforced."""
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
 
@@ -325,7 +325,7 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 
 
 def mark_unpaired_surrogates(value: Any) -> bool:
-    """Return whether a value read from JSON contains an unpaired surrogate, which UTF-8 cannot encode.
+    """Mark mappings in a value read from JSON whose text has an unpaired surrogate; return whether any has.
 
     `INVALID_TEXT` is added to each mapping that contains one, so that only its sample is refused.
     """

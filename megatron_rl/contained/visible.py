@@ -222,7 +222,7 @@ def _interpreter() -> Iterator[str]:
 
 
 def _programs() -> Iterator[str]:
-    """Yield the folders of programs and libraries in the environment, except for those in a home."""
+    """Yield the folders of programs and libraries that the environment names, except those in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
             if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):

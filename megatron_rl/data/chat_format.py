@@ -152,7 +152,7 @@ class ConversationText:
         self.ends = sorted(ends, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """Render messages, followed by the opening of the assistant's turn."""
+        """Render messages as text, followed by the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
 
@@ -458,7 +458,7 @@ def turn_end_mismatch(
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokenizer's special and other added tokens by id."""
+    """Return the special and other added tokens of a tokenizer: id -> text."""
     special_tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     texts = dict(special_tokens)
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -482,7 +482,10 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
 
 
 def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
-    """Return the ids of ``eos_token_id`` in a model's folder; ``added_ids`` are the ids of added tokens."""
+    """Return the ids of end tokens in the ``eos_token_id`` of a model's files.
+
+    ``added_ids``: ids of the tokenizer's added tokens.
+    """
     ids = _eos_token_ids(model / "generation_config.json")
     if ids:
         return ids

@@ -333,7 +333,7 @@ class RecordReader:
     # Prompts and responses
 
     def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
-        """Return a prompt or response as text or normalised messages; return any other value unchanged."""
+        """Convert a prompt or response to text or normalised messages; return any other value unchanged."""
         # The value may be JSON text of messages. Without the template, any text is the prompt itself.
         if isinstance(value, str) and self.data.chat_template is not False:
             messages = _messages_in(value)
@@ -377,7 +377,7 @@ class RecordReader:
             )
 
     def _message(self, original: Any, record: Record) -> dict[str, Any]:
-        """Return a normalised message with role, content and further keys; raises _MessageError."""
+        """Convert a message to the normal form: role, content and further keys; raises _MessageError."""
         if not isinstance(original, Mapping):
             raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
@@ -539,7 +539,7 @@ class RecordReader:
         )
 
     def _note_unread_keys(self, message: Mapping[str, Any], location: str) -> None:
-        """Record the keys of a message that the chat template does not contain."""
+        """Record the keys of a message that the chat template does not contain, for a warning."""
         if self.template is None:
             return
 
@@ -550,7 +550,7 @@ class RecordReader:
                 self._unread_keys[name] = location
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
-        """Record null arguments of calls, which the user wrote or an export of a table to JSON added."""
+        """Record null arguments of calls, which the user or an export of a table wrote, for a warning."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if not isinstance(arguments, Mapping):
@@ -722,7 +722,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _sharegpt_calls(content: Any, role: str) -> list[Any]:
-    """Return the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
+    """Parse the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
     parsed = _parse_json(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
@@ -735,7 +735,7 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls as objects with a name and arguments; raises _MessageError for other values."""
+    """Convert tool calls to objects with a name and arguments; raises _MessageError for other values."""
     parsed = _parse_json(calls)
     items = parsed if isinstance(parsed, list) else [parsed]
 

@@ -197,7 +197,7 @@ def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
 def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
-    """Load the training prompts; return them, and their data sets by configuration key."""
+    """Load the training prompts; return them, and the sources by configuration key of their data set."""
     data_sets: dict[str, PromptSource] = {}
     for key, path in prompt_sets(config).items():
         data_sets[key] = load_prompts(config, key, path, tokenizer, files)

@@ -118,7 +118,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
 
 
 def source_text(source: DataPath) -> str:
-    """Return a data set's paths as one text for messages."""
+    """Join the paths of a data set to one text for messages."""
     if isinstance(source, str | Path):
         return str(source)
     return ", ".join(map(str, source))
@@ -290,7 +290,7 @@ def empty_error(source: DataPath, setting: str) -> UserError:
 
 
 def _expand(path: Path, setting: str) -> tuple[Path, ...]:
-    """Return the files of one entry: a file, a saved directory, a folder of shards or a pattern."""
+    """Return the files that one path or pattern names: a file, a saved directory, shards or matches."""
     if not path.exists():
         # Only an absent path is a pattern: the name of an existing file may contain [ or *.
         matches = []

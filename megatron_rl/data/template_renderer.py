@@ -152,7 +152,7 @@ class TemplateRenderer:
         return results
 
     def _request(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Return the answers of the process, or None if it ended while rendering."""
+        """Send a batch to the process; return its answers, or None if it ended while rendering."""
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
@@ -201,7 +201,7 @@ class TemplateRenderer:
         return process
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """End the rendering process; a later rendering starts another."""
         if self._process is not None:
             self._finalizer()
             self._process = None
@@ -213,7 +213,7 @@ def _json_values(rendering: Rendering) -> tuple[Any, ...]:
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
-    """Kill a process and close its pipes."""
+    """Kill a rendering process and close its pipes."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

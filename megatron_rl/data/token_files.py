@@ -208,7 +208,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return name, size and modification time of each file of a data set, in reading order."""
+    """Return name, size and modification time of each file of a data set, which change if its data do."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -291,7 +291,7 @@ def _write(file: Path, encoded: Encoded) -> None:
 
 
 def _host_prefix(file: Path) -> str:
-    """Return the start of the names of this host's temporary files for a file."""
+    """Return the prefix of the names of temporary files that this host writes for a token file."""
     return f"{file.name}.{socket.gethostname()}."
 
 
@@ -306,7 +306,7 @@ def _remove_unfinished(file: Path) -> None:
 
 
 def _digest_file(file: Path) -> Path:
-    """Return the path of the file with the digest of a file of tokens."""
+    """Return the path of the file that contains the digest of a token file."""
     return file.with_suffix(".digest")
 
 

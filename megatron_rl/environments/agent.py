@@ -100,7 +100,7 @@ class Conversation:
             raise Refused(400, "history", "the tools differ from the first request's")
 
     async def _turn(self, request: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Send the new messages to the policy, sample its turn and return the chat completion."""
+        """Send the new messages to the policy, sample its next turn and return it as a chat completion."""
         token_limit = request.get("max_completion_tokens") or request.get("max_tokens")
         try:
             if self._history:
@@ -177,7 +177,7 @@ def _completion(
     answer: Mapping[str, Any],
     with_log_probs: bool,
 ) -> dict[str, Any]:
-    """Return the body of a chat completion for a turn of the policy."""
+    """Convert a turn of the policy to the body of a chat completion."""
     finish_reason = "stop"
     if message.tool_calls:
         finish_reason = "tool_calls"
@@ -384,7 +384,7 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
 
 
 def _temporary_file() -> IO[bytes]:
-    """Return an unnamed temporary file in append mode."""
+    """Create an unnamed temporary file, which is opened in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier
     # lines.
@@ -393,6 +393,6 @@ def _temporary_file() -> IO[bytes]:
 
 
 def _text(file: IO[bytes], start: int = 0) -> str:
-    """Return the text of a file from the byte ``start`` on."""
+    """Return the content of a file from the byte ``start`` on as text."""
     file.seek(start)
     return file.read().decode(errors="replace")

@@ -324,7 +324,7 @@ class EnvironmentPool:
         return events
 
     def _dispatch(self) -> None:
-        """Assign each waiting episode to the process with the fewest episodes.
+        """Assign each waiting episode to the process that runs the fewest episodes.
 
         An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
         """
@@ -448,7 +448,7 @@ class EnvironmentPool:
             episode.runs_alone = True
 
     def _replace(self, host: _Host, events: list[Event]) -> int:
-        """Kill a process, start a replacement and restart the episodes; return the exit status."""
+        """Kill a lost process, start a replacement and restart its episodes; return its exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
@@ -775,7 +775,7 @@ class _RunningEpisode:
         self._call(task.cancel)
 
     def _call(self, function: Callable[[], Any]) -> None:
-        """Call a function on the loop's thread; do nothing if the episode has ended."""
+        """Call a function on the thread of the episode's event loop, unless the episode has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 

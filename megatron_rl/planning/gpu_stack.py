@@ -53,7 +53,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
 
 
 def _build_vllm(version: str) -> str:
-    """Return the commands that build a version of vLLM against the installed torch, as advice."""
+    """Return, as advice, the commands that build a version of vLLM against the installed torch."""
     return (
         f"build vLLM against this torch: git clone --branch v{version} https://github.com/vllm-project/vllm; "
         "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
@@ -114,7 +114,7 @@ def _series(version: str) -> str:
 
 
 def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's torch with the torch for which vLLM's wheel was built."""
+    """Compare a machine's torch, without vLLM, with the torch for which vLLM's wheel was built."""
     vllm = pinned["vllm"]
     if release(torch) != release(pinned["torch"]):
         text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"

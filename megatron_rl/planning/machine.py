@@ -80,7 +80,7 @@ class Finding:
 
 
 def packages() -> list[Finding]:
-    """Return the versions of the packages that training needs, and their conflicts."""
+    """Return findings on the versions of the packages that training needs, and on their conflicts."""
     version = ".".join(map(str, sys.version_info[:3]))
     is_supported = sys.version_info >= (3, 11)
     python_finding = Finding("ok", "python", version)

@@ -308,7 +308,7 @@ def summarise(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return the bytes that each rank receives although it already has them."""
+    """Return rank -> bytes that it receives in a plan although it already has them."""
     redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.

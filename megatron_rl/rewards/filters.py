@@ -43,7 +43,7 @@ class FilteredRows:
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Return the removed rows without a reward, which are not trained on."""
+        """Return the indices of the removed rows that get no reward and are not trained on."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)

@@ -670,7 +670,7 @@ def _build_rollout(
 
 
 def _update_count(config: RunConfig) -> int:
-    """Return the total number of optimizer steps of the run."""
+    """Return the number of optimizer steps of the run, over all its steps and epochs."""
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 

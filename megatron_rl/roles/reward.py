@@ -458,7 +458,7 @@ class RewardRole:
 
 
 class _MakeSamples(Protocol):
-    """Function that returns one sample per row, with the fields that a scorer reads."""
+    """Type of a function that returns one sample per row, with the fields that a scorer reads."""
 
     def __call__(self, rows: list[int]) -> list[Sample]: ...
 

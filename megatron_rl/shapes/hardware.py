@@ -97,7 +97,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of predictions, in the groups of constants.json."""
+    """Constants of the predictions of seconds and memory, in the groups of constants.json."""
 
     gpus: Mapping[str, Gpu]
     """Name -> GPU."""
@@ -152,7 +152,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of a prediction: the GPUs, their efficiency, and the precision of matrix multiplications."""
+    """Hardware of a prediction: the GPUs, their efficiency, and the precision of weights."""
 
     cluster: Cluster
     constants: Constants

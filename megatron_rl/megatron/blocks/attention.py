@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AttentionBuilder(BlockBuilder[Attention]):
-    """Builder of softmax attention."""
+    """Builder of softmax attention, from Megatron's own attention."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Prepare Megatron for fewer key-value heads than tensor-parallel ranks, if the model has fewer."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsBuilder(BlockBuilder[Experts]):
-    """Builder of mixtures of experts."""
+    """Builder of mixtures of experts, from Megatron's own MoE layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Replace functions of the router and the dispatcher that fail on this platform."""

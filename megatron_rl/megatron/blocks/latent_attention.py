@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
-    """Builder of latent attention."""
+    """Builder of latent attention, from Megatron's MLA layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Make Megatron's latent attention usable in installations without Transformer Engine."""

@@ -126,5 +126,5 @@ class StepBatch:
 
     @cached_property
     def context(self) -> float:
-        """Return the mean number of keys that a token attends to."""
+        """Return the mean number of keys that a token of the step attends to."""
         return attended_context(self.prompt, self.lengths)

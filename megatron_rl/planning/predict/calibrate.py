@@ -56,7 +56,7 @@ def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
 
 
 def _require_file(path: Path, option: str) -> Path:
-    """Return a path in a run folder; raise UserError if there is no such file."""
+    """Return ``path``, a file in a run folder; raise UserError about ``option`` if it does not exist."""
     if path.is_file():
         return path
     raise missing_file(path, where=option, expected=str(path), fix="give a run folder")
@@ -107,7 +107,7 @@ def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
 
 
 def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase, and of the remainder of a step as ``rest``."""
+    """Return the median seconds of each phase over steps, and of the rest of a step as ``rest``."""
     # Not every step has every phase.
     values: dict[str, list[float]] = defaultdict(list)
     remainders: list[float] = []
@@ -184,7 +184,7 @@ def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, 
 
 
 def _load_run_shape(path: str, run_dir: str) -> ModelShape:
-    """Return the shape of a run's model; raise UserError if its path does not exist."""
+    """Return the shape of the model of a run; raise UserError if the model's path does not exist."""
     try:
         return load_shape(path)
     except UserError as error:

@@ -327,7 +327,7 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
 
 
 def _plan_lines(plan: ConfiguredPlan) -> list[str]:
-    """Return the phases, the memory, the network and the roles of a layout as lines."""
+    """Format a layout's predicted phases, memory and network, and its roles, as lines."""
     seconds = "   ".join(f"{phase} {plan.step.seconds[phase]:.1f}" for phase in PHASES)
     peak = max(memory.peak for memory in plan.report.memory) / 2**30
     network = ", ".join(f"{cause} {byte_text(count)}" for cause, count in plan.network.items())
@@ -358,7 +358,7 @@ def _override_lines(overrides: Sequence[str]) -> list[str]:
 
 
 def configured_record(plan: ConfiguredPlan) -> dict[str, Any]:
-    """Return a layout with its predictions as plain JSON values: seconds and bytes."""
+    """Convert a layout with its predictions to plain values for JSON: seconds and bytes."""
     return {
         "name": plan.name,
         "overrides": list(plan.overrides),

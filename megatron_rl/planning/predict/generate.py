@@ -212,7 +212,7 @@ def prefill_seconds(
 
 
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the bytes of weights on one rollout GPU."""
+    """Return the bytes of model weights on one GPU of a rollout replica."""
     parameters = rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
     return machine.weight_bytes * parameters
 

@@ -57,7 +57,7 @@ _PARAMETER_BYTES = 2.0
 
 
 def local_members(cluster: Cluster, size: int, stride: int) -> int:
-    """Return the number of members of a rank group in one NVLink domain, at least one."""
+    """Return how many members of a rank group are in one NVLink domain, at least one."""
     return max(1, min(size, cluster.domain // max(1, stride)))
 
 
@@ -365,7 +365,7 @@ class TrainChoice:
 
     @property
     def layers(self) -> Layers:
-        """Return the implementation of the layers, with their recompute."""
+        """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
         fused = self.transformer_engine and not self.model.plain_layers
         return Layers(fused=fused, recompute=self.recompute)
 
@@ -683,7 +683,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 
 
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
-    """Return the seconds of one forward pass of one role over a step's rows."""
+    """Return the seconds of a role's forward pass over the rows of a step."""
     work = replica_work(choice, batch, batch.rows)
     layer = _average_layer(choice, machine, work)
     seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
@@ -738,14 +738,14 @@ def fullest_training(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Return the memory of a role: its fullest stage, and the largest states of any stage."""
+    """Combine the memory of pipeline stages to that of a role: the fullest stage, and the largest states."""
     fullest = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role while it trains on a batch."""
+    """Return the bytes on a role's fullest GPUs while it trains on a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
     # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.
@@ -770,7 +770,7 @@ def merged_bytes(choice: TrainChoice) -> float:
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role that only runs forward passes."""
+    """Return the bytes on the fullest GPUs of a role that only runs forward passes."""
     model = choice.model
     layout = choice.layout
     tokens = choice.micro_batch * batch.longest

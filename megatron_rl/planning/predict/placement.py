@@ -162,7 +162,7 @@ class GroupPlan:
 
     @property
     def busy(self) -> float:
-        """Return the seconds of a step in which this group's GPUs are busy."""
+        """Return the seconds of a step in which this group's GPUs work."""
         total = 0.0
         if self.rollout is not None:
             total = self.rollout.seconds
@@ -226,7 +226,7 @@ class PlacementPlan:
 
     @property
     def gpus_per_group(self) -> list[int]:
-        """Return the number of GPUs of each group."""
+        """Return the number of GPUs of each group of roles, in the order of groups."""
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
@@ -695,7 +695,7 @@ def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[
 
 
 def _roles(problem: Problem) -> tuple[str, ...]:
-    """Return the roles of the algorithm for which the problem has a model."""
+    """Return the names of the algorithm's roles for which the problem has a model."""
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
 
@@ -827,7 +827,7 @@ def _does_not_fit_error(problem: Problem) -> UserError:
 
 
 def _least_need(problem: Problem) -> str:
-    """Return a lower bound of the memory per GPU as text."""
+    """Format a lower bound of the memory that each GPU needs, for an error."""
     model = problem.models[_ACTOR]
     # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.
     bytes_per_parameter = 2

@@ -62,7 +62,7 @@ RankRange = tuple[int, int]
 
 
 def _rank_text(first: int, count: int) -> str:
-    """Return a range of ranks in the format of configurations."""
+    """Format a range of ``count`` ranks from ``first`` on as in a configuration, such as ``0-7``."""
     if count == 1:
         return str(first)
     return f"{first}-{first + count - 1}"
@@ -83,7 +83,7 @@ def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
-    """Return the ranks of every role and of the rollout; the actor's group comes first."""
+    """Return the ranks of every role and of the rollout; the actor's group has the lowest."""
     groups = sorted(plan.groups, key=lambda group: ACTOR.name not in group.plans)
     ranges: dict[str, RankRange] = {}
     first = 0
@@ -408,13 +408,13 @@ def _seconds_text(run: PlannedRun) -> str:
 
 
 def _memory_text(run: PlannedRun) -> str:
-    """Return the memory of the fullest rank in each phase on one line, in GiB as in the output of `check`."""
+    """Format the memory of the fullest rank in each phase as one line, in GiB as `check` does."""
     phases = "   ".join(f"{phase} {peak_bytes(run, phase) / _GIB:,.1f}" for phase in PHASES)
     return f"{phases}   (of {run.config.gpu_memory_gib:g})"
 
 
 def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
-    """Return the line of one role: its GPUs, layout and settings."""
+    """Format one role of a plan as a line: its GPUs, layout and settings."""
     choice = plan.choice
     line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
 
@@ -480,7 +480,7 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
 
 
 def config_text(problem: Problem, run: PlannedRun) -> str:
-    """Return the configuration of a planned run as YAML, its prediction in comments."""
+    """Format the configuration of a planned run as YAML, with its prediction in comments."""
     model = problem.models[ACTOR.name]
     comments = [
         f"# {problem.algorithm} of {model.name} on {run.plan.gpus} x {problem.machine.gpu.name}, "

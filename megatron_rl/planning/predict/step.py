@@ -294,7 +294,10 @@ def train_choice(
     layout: ParallelLayout,
     model: ModelShape,
 ) -> TrainChoice:
-    """Return the settings with which a role's model runs; for a frozen role only the layout has an effect."""
+    """Return the settings with which a role's model runs.
+
+    For a frozen role only the layout has an effect.
+    """
     # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor

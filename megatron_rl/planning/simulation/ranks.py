@@ -107,7 +107,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
 
 
 def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
-    """Return the configuration to simulate, and the estimate of its models' memory on a rank."""
+    """Return the configuration to simulate a rank of a check, and the memory estimate of its models."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
     layouts = dict(report.layouts)
@@ -132,7 +132,7 @@ def _simulate(*arguments: Any) -> SimulatedRank:
 
 
 def simulation_lines(simulated: list[Simulated]) -> list[str]:
-    """Return the lines of a report: a table of bytes, then the kernels, reads and messages of each rank."""
+    """Format simulated ranks as lines: a table of bytes, then each rank's kernels, reads and messages."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
     for entry in simulated:
         for phase, name in _PHASES.items():
@@ -175,7 +175,7 @@ def _usage_text(usage: Usage) -> str:
 
 
 def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
-    """Return the simulated ranks as plain values; sizes are in bytes."""
+    """Convert simulated ranks to plain values for JSON; sizes are in bytes."""
     return [
         {
             **asdict(entry.rank),

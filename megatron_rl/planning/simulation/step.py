@@ -204,7 +204,7 @@ def _full_rows(
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
-    """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
+    """Return rows that fill one more micro-batch than a pipeline has in flight at once."""
     # Fill a micro-batch with rows of equal length, as long as possible.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)

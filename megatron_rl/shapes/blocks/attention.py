@@ -38,7 +38,7 @@ class Attention(Mixer):
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the key-value heads, each of which serves a group of query heads."""
+        """Return the number of key-value heads, each of which serves a group of query heads."""
         return self.kv_heads or shape.kv_heads
 
     def key_size(self, shape: ModelShape) -> int:
@@ -50,7 +50,7 @@ class Attention(Mixer):
         return self.key_size(shape)
 
     def query_width(self, shape: ModelShape) -> int:
-        """Return the width of the queries of all heads."""
+        """Return the width of the queries: query heads times the size of one."""
         return shape.heads * self.key_size(shape)
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:

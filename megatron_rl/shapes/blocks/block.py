@@ -108,7 +108,7 @@ class Mixer(ABC):
         """
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the heads of keys and values; 0 for a mixer without keys and values of each token."""
+        """Return the number of heads of keys and values; 0 for a mixer without keys of each token."""
         return 0
 
     def key_size(self, shape: ModelShape) -> int:

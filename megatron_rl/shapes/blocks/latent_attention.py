@@ -34,7 +34,7 @@ class LatentAttention(Mixer):
         return shape.qk_nope + shape.qk_rope
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value."""
+        """Return the size of one head's value once the latent is expanded."""
         return shape.v_head_dim
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
@@ -106,7 +106,7 @@ class LatentAttention(Mixer):
         return shape.kv_lora + shape.qk_rope
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size of a token's cache, which all heads share."""
+        """Return the size of a token's cache, by which engines choose a kernel: all heads share it."""
         return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
@@ -166,7 +166,7 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
-    """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
+    """Make a weight of latent attention; ``source`` is named below ``self_attn`` in checkpoints."""
     prefix = "self_attention."
     fused_name = ""
     if fused:
