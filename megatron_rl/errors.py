@@ -33,9 +33,9 @@ class UserError(Exception):
     where: str | None = None
     """Configuration path, ``file:line`` or command."""
     expected: str | None = None
-    """Valid values; None if it would only repeat the message."""
+    """Valid values, as text; None if it would only repeat the message."""
     got: str | None = None
-    """Actual value."""
+    """Actual value, as text."""
     fix: str | None = None
     """Step that corrects the mistake."""
 
@@ -60,7 +60,7 @@ class UserError(Exception):
         return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the fields as a plain mapping."""
+        """Return the error's fields as a mapping of JSON values."""
         return {
             "message": self.message,
             "where": self.where,
@@ -92,7 +92,7 @@ class UserErrors(UserError):
 
 
 def single_errors(error: UserError) -> tuple[UserError, ...]:
-    """Return the single errors of an error: itself, or all errors of a `UserErrors`."""
+    """Return the errors of which an error consists: itself, or all errors of a `UserErrors`."""
     if isinstance(error, UserErrors):
         return error.errors
     return (error,)
@@ -249,7 +249,7 @@ def join_names(names: Sequence[str], count: int) -> str:
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
-    """Return the type and the first line of an exception, at most ``length`` characters."""
+    """Format the type and the first line of an exception with at most ``length`` characters."""
     # Some libraries put the traceback of another process into the message.
     lines = [line.strip() for line in str(error).splitlines()]
     text = next((line for line in lines if line and not line.startswith("Traceback (")), "")

@@ -218,7 +218,7 @@ def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 class _Rows:
-    """Base class of the ragged batch types: selection, concatenation and device copies of rows."""
+    """Base class of the ragged batch types, with selection, concatenation and device copies of their rows."""
 
     TOKEN_FIELDS: tuple[str, ...] = ()
     """Names of the tensors [N, ...]."""
@@ -319,7 +319,7 @@ class PromptBatch(_Rows):
     TUPLE_FIELDS = ("tasks", "prompts", "ground_truths", "metadata", "sampling")
 
     def with_offset(self, offset: int) -> PromptBatch:
-        """Return the prompts with ``prompt_ids`` that are larger by ``offset``."""
+        """Return the prompts with ``offset`` added to each of ``prompt_ids``."""
         return replace(self, prompt_ids=self.prompt_ids + offset)
 
     def repeat(self, samples: int) -> PromptBatch:
@@ -445,7 +445,7 @@ class TrainBatch(_Rows):
     temperature: Tensor
     """[B] float32, as in `Rollouts`."""
     advantages: Tensor | None = None
-    """[N] float32."""
+    """[N] float32, weights of the policy gradient."""
     returns: Tensor | None = None
     """[N] float32, targets of the critic."""
     old_log_probs: Tensor | None = None

@@ -30,7 +30,7 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 
 MANIFEST = "files.json"
-"""File of a copy that lists its files with their digests."""
+"""Name of the file that lists the files of a copy with their digests."""
 MAX_FILES = 500
 """Largest number of files of one package that are copied; further files are loaded from their own paths."""
 _THIS_PACKAGE = "megatron_rl"
@@ -38,7 +38,8 @@ _THIS_PACKAGE = "megatron_rl"
 _executed_copies: dict[str, bytes] = {}
 """Resolved path of a file -> the copy of its content, which this process executes instead of the file."""
 _active_copies: dict[str, bytes] = {}
-"""The same for the contained processes that this process starts."""
+"""Resolved path of a file -> the copy of its content that contained processes execute which this process
+starts."""
 
 
 # Import
@@ -48,7 +49,7 @@ class _CopyLoader(SourceFileLoader):
     """Loader of a module from the copy of its file."""
 
     def get_data(self, path: str) -> bytes:
-        """Return the content of the copy."""
+        """Return the content of the copy of the file at ``path``, or of the file itself if it has no copy."""
         if path in _executed_copies:
             return _executed_copies[path]
         return super().get_data(path)

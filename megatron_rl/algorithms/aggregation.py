@@ -100,7 +100,7 @@ class TokenMean(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / N within the mask."""
         return mask / counts.tokens
 
 
@@ -114,7 +114,7 @@ class TokenSum(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 within the mask."""
         return mask
 
 
@@ -128,7 +128,7 @@ class SeqMeanTokenSum(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / B within the mask."""
         return mask / counts.rows
 
 
@@ -159,7 +159,10 @@ class SeqMeanTokenSumNorm(Aggregation):
         return replace(self, scale_factor=max_response_tokens)
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]; raise UserError if ``scale_factor`` is unset."""
+        """Compute the weight of every token [N]: 1 / (B scale_factor) within the mask.
+
+        Raises UserError if ``scale_factor`` is unset.
+        """
         if self.scale_factor is None:
             raise UserError(
                 "seq-mean-token-sum-norm needs a constant to divide by",
@@ -184,7 +187,7 @@ class SeqMeanTokenMean(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / (B n_i) within the mask."""
         denominators = counts.per_row.clamp(min=1) * counts.rows
         return mask / ragged.broadcast_rows(denominators, lengths)
 

@@ -126,7 +126,7 @@ class GroupStatistics(NamedTuple):
 
 
 def dense_groups(group: Tensor) -> tuple[Tensor, int]:
-    """Renumber groups as 0..K-1: ([B] int64, K)."""
+    """Renumber the groups of rows as 0..K-1; return each row's new number and the count: ([B] int64, K)."""
     unique, dense = torch.unique(group, return_inverse=True)
     return dense, len(unique)
 

@@ -153,7 +153,7 @@ class CheckReport:
         return self.config
 
     def explicit_keys(self) -> list[str]:
-        """Return the keys that a file or an override has set."""
+        """Return the configuration keys that a file or an override has set."""
         return [key for key, origin in self.origins.items() if origin.kind in ("file", "override")]
 
 
@@ -349,8 +349,7 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 
 
 def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
-    """Check Megatron's settings of every role; return the keys of settings that Megatron itself has to
-    validate.
+    """Check Megatron's settings of every role; return the keys that Megatron itself has to validate.
 
     ``elsewhere`` is whether the run will be on other machines.
     """
@@ -514,7 +513,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
 
 
 def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
-    """Check lengths, adapters, routing and layouts against the shapes of the models."""
+    """Check token lengths, adapters, routing and layouts against the shapes of the roles' models."""
     config = check.config
     shape = inputs.shape
     lengths_valid = check.is_valid(
@@ -655,7 +654,7 @@ def _report(
 
 
 def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None) -> _Plans:
-    """Derive every unset value, compute the plans, and add the findings that need them to ``check``."""
+    """Derive every unset value, compute the plans, and add the findings that need the plans to ``check``."""
     resolved = resolve(check.config, world, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
@@ -730,8 +729,9 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Add the origin of an error's value, a file and line or an override, to the configuration key in
-    ``where``.
+    """Append the origin of an error's value to the configuration key in ``where``.
+
+    The origin is a file and line, or an override.
     """
     key = error.where
     if key is None or not _KEY.fullmatch(key):

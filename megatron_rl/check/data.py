@@ -443,12 +443,12 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None if it cannot be read."""
+        """Return the tokenizer in the model's folder, or None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, or None if it has no template."""
+        """Return the renderer of the model's chat template, or None if it has no template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -458,7 +458,7 @@ class TokenCounter:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, or None if it cannot be rendered."""
+        """Return the tokens with which the chat template ends turns, or None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -483,7 +483,7 @@ class TokenCounter:
 
     @cached_property
     def framing_tokens(self) -> set[str]:
-        """Return the added tokens that the template renders around messages."""
+        """Return the added tokens that the chat template writes around messages, as text."""
         if self.tokenizer is None:
             return set()
         return template_tokens(self.renderer, added_token_ids(self.tokenizer).values())
@@ -653,7 +653,7 @@ class TokenCounter:
 
 
 def _characters(record: Record, data_set: DataSet) -> int:
-    """Return the characters of a record's prompt and responses together."""
+    """Return the number of characters of a record's prompt and responses together."""
     total = 0
     for name in (data_set.data.prompt_field, *data_set.responses):
         total += sum(len(text) for text in message_texts(record.values[name]))

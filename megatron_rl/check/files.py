@@ -64,7 +64,7 @@ class Files:
             self.errors.append(error)
 
     def unmade_directories(self) -> list[UserError]:
-        """Return one finding for each directory whose command has not been run yet."""
+        """Return a finding for each directory that a preparation command has yet to make."""
         findings: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"

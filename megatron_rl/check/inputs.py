@@ -253,7 +253,7 @@ def _check_data(inputs: Inputs) -> None:
 
 
 def _check_reward(inputs: Inputs) -> None:
-    """Check reward functions and servers, and whether the servers answer now."""
+    """Check the reward functions and servers, and before a run also whether the servers answer."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
     if inputs.config.teacher_server is not None:
@@ -352,7 +352,7 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
 
 
 def _role_at(key: str) -> str:
-    """Return the role whose model the key names."""
+    """Return the name of the role whose model path is at a configuration key."""
     if key == _ACTOR_PATH:
         return "actor"
     return role_of(key.removesuffix(".path"))

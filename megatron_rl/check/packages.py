@@ -101,7 +101,7 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
 
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
-    """Yield the optional packages of trackers, reward functions, evaluators and the environment."""
+    """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
     for name in config.logging.trackers:
         if name in TRACKERS:
             yield _Requirement("logging.trackers", name, TRACKERS[name], name)

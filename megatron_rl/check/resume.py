@@ -87,9 +87,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
 
 def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint's meta.json is readable, and the error that prevents resuming from it or
-    None.
-    """
+    """Return whether a checkpoint's meta.json is readable, and an error that prevents resuming (or None)."""
     try:
         meta = read_meta(path)
     except UserError as error:

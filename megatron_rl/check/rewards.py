@@ -81,7 +81,7 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return the kind of function as a noun for error texts."""
+        """Return the kind of the function as a noun for error texts, such as "reward function" or its key."""
         return "reward function" if self.key == "reward.function" else self.key
 
 
@@ -167,9 +167,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that was copied from the stored configuration of a run, where it was
-    redacted.
-    """
+    """Return the error for a value that is redacted, copied from the stored configuration of a run."""
     if not is_hidden(value):
         return []
     return [
@@ -288,7 +286,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 
 def _binds(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -386,7 +384,7 @@ class _ContainedFunction(NamedTuple):
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def errors(self) -> list[UserError]:
-        """Load the function as a run does; return the errors of loading it."""
+        """Load the function in a contained process as a run does; return the errors of loading it."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
     def source_errors(self) -> list[UserError]:
@@ -420,9 +418,7 @@ def function_errors(config: RunConfig) -> list[UserError]:
 
 
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
-    """Yield the functions that a run calls in contained processes: of rewards, filters, evaluation sets and
-    the judge.
-    """
+    """Yield the functions that run in contained processes: rewards, filters, evaluation and the judge's."""
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
         yield _ContainedFunction(reward, "reward.function")

@@ -239,7 +239,7 @@ def check_checkpoint(
 
 
 def _memory_fix(config: RunConfig) -> str:
-    """Return the settings that lower the memory of a rank and that the run does not have yet."""
+    """Return, as a fix, the settings that lower a rank's memory and that the run does not have yet."""
     steps = ["raise tensor or pipeline", "use more GPUs"]
     if config.job == TRAIN:
         if config.actor.recompute != "full":

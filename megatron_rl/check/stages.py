@@ -32,7 +32,7 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
 
 
 def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
-    """Yield the errors for one stage's settings."""
+    """Yield the errors for one stage's settings that single values do not show, such as two equal fields."""
     settings = plan.settings
 
     response_fields = [getattr(settings, name) for name in settings.RESPONSES]

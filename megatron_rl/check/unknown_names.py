@@ -107,7 +107,7 @@ class _UnknownEntry:
 
     @property
     def key(self) -> str:
-        """Return the path with the file or override that wrote it."""
+        """Return the path of the name, with the file or override that wrote it."""
         node = _node(self.tree, self.names)
         if node is None or node.origin.kind == "default":
             return self.path
@@ -239,8 +239,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for a name that has a counterpart here: another project's name, or a former one of
-    ours.
+    """Return the error for another project's name, or a former name of ours, of a setting.
 
     ``our_key`` is the current key of the setting.
     """
@@ -363,7 +362,7 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
 
 
 def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[str]:
-    """Return the keys with this name in other sections; for a key that several roles have, the actor's.
+    """Return the keys in other sections with the same name; of a key that several roles have, the actor's.
 
     ``misspellings`` also searches for keys with a similar name.
     """
@@ -393,9 +392,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[
 
 
 def piece_paths() -> list[str]:
-    """Return the key of every setting of the named pieces (loss, advantage and other components) of
-    algorithms.
-    """
+    """Return the key of every setting of an algorithm's named pieces (its loss and other components)."""
     keys: list[str] = []
     for section, kind in KINDS.items():
         for piece in kind.named.values():
@@ -414,7 +411,7 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _mapped_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value; the same value if the table has no entry for it."""
+    """Return our value for another project's value, or the value itself if no other one is known."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
@@ -513,7 +510,7 @@ def _section_names(tree: Section, path: str) -> list[str]:
 
 
 def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path, as names, and the value of each leaf of nested mappings."""
+    """Yield the path (a tuple of names) and the value of each leaf of nested mappings."""
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _leaves(inner, (*names, name))
@@ -529,7 +526,7 @@ def _tree(value: Any) -> Leaf | Section:
 
 
 def _short_text(value: Any) -> str:
-    """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
+    """Format a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:
         text = one_line(value)

@@ -152,7 +152,10 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
 
 def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return parameter -> its ShardedTensor or ShardedTensorFactory from Megatron's sharded ``state``."""
+    """Return each parameter's entry in Megatron's sharded ``state``.
+
+    It is a ShardedTensor or a ShardedTensorFactory.
+    """
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
     return {item.data: item for item in nested_values(sharded) if item.data is not None}
 

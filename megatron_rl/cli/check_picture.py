@@ -20,7 +20,7 @@ from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 _MAX_KINDS = 12
 """Largest number of kinds of nodes that are drawn."""
 _WIDE_NODE = 8
-"""Ranks of a node up to which each has a wide column."""
+"""Largest number of ranks of a node for which each rank has a wide column."""
 
 # Sizes in pixels: width of a column and of a narrow one, height of a row, width of the names at the left,
 # height of the title, of the header of a kind of nodes, and of a line of groups.
@@ -52,7 +52,7 @@ _DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes whose ranks have the same roles, divided in the same way between replicas and stages.
+    """Nodes with the same roles, and in each role with the same division into replicas and stages.
 
     Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
     """
@@ -86,7 +86,7 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
 
 
 def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
-    """Return the ranks of each node."""
+    """Return the ranks of each node, in the order of nodes; the last node may have fewer."""
     starts = range(0, world_size, gpus_per_node)
     return [range(start, min(start + gpus_per_node, world_size)) for start in starts]
 
@@ -136,7 +136,11 @@ def draw_svg(report: CheckReport, name: str) -> str:
 
 
 def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Return the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync."""
+    """Draw the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync.
+
+    Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
+    vertical position of the box, both in pixels.
+    """
     assert report.layouts is not None
     first = kind.nodes[0] * per_node
     elements: list[str] = []
@@ -172,7 +176,10 @@ def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: 
 def _role_row(
     role: str, layout: ParallelLayout, index: int, kind: NodeKind, per_node: int, column: int, top: int
 ) -> list[str]:
-    """Return the row of one role: its name, its sizes, and a bar for each replica or stage on the node."""
+    """Draw the row of one role: its name, its sizes, and a bar for each replica or stage on the node.
+
+    Returns SVG elements; ``index`` is the position of the role, and the others are arguments of the box.
+    """
     # Draw the rollout in the dark colour of the arrows that lead to it.
     colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
     if role == ROLLOUT.name:
@@ -207,7 +214,7 @@ def _role_row(
 
 
 def _sizes_text(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role in short, such as ``TP8 PP4 DP2, 64 ranks``."""
+    """Format the parallel sizes of a role, such as ``TP8 PP4 DP2, 64 ranks``."""
     sizes = layout.short_text()
     if role == ROLLOUT.name:
         sizes = f"TP{layout.tensor} x {layout.data} replicas"
@@ -225,9 +232,14 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
     return position.data, position.pipeline
 
 
-def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, bar: Sequence[int]) -> str:
-    """Return the indices of the ranks of a bar on all nodes of a kind, such as ``t0-1 p0-3 d0,4,8``."""
-    ranks = [node * per_node + slot for node in kind.nodes for slot in bar]
+def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
+    """Label a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
+
+    ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
+    these ranks on all nodes of the kind. Its letters are those of `legend`: t tensor, c context, p pipeline,
+    d data.
+    """
+    ranks = [node * per_node + slot for node in kind.nodes for slot in slots]
     positions = [layout.coordinates(rank) for rank in ranks]
     copies = "d"
     if role == ROLLOUT.name:
@@ -241,13 +253,13 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     terms = [f"{letter}{_index_text(values)}" for letter, size, values in indices if size > 1]
     # A replica, or one of its stages, can be larger than a node.
     stage_ranks = layout.tensor * layout.context
-    if len(bar) < stage_ranks:
-        terms.insert(0, f"{len(bar)} of {stage_ranks} ranks:")
+    if len(slots) < stage_ranks:
+        terms.insert(0, f"{len(slots)} of {stage_ranks} ranks:")
     return " ".join(terms) or "all"
 
 
 def _index_text(values: Sequence[int]) -> str:
-    """Return indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
+    """Format indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
 
     Example:
         >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])
@@ -268,7 +280,7 @@ def _index_text(values: Sequence[int]) -> str:
 
 
 def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Return the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
+    """Draw the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
     elements = [
         _text(16, top + 20, "weights of a sync", weight="bold"),
         _text(16, top + 36, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
@@ -299,7 +311,7 @@ def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, 
 def _groups(
     layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, per_node: int, top: int
 ) -> list[str]:
-    """Return what ranks exchange inside a node and across nodes: each role's groups, and a weight sync."""
+    """Draw what ranks exchange inside a node and across nodes: each role's groups, and a weight sync."""
     elements = [_text(16, top + 22, "groups that communicate", weight="bold")]
     x = _LEFT
     for text, colour in ((_INSIDE, _INSIDE_COLOUR), (_ACROSS, _ACROSS_COLOUR)):
@@ -330,7 +342,7 @@ def _groups(
 
 
 def _labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list[str]:
-    """Return a line with a name and coloured labels, each a text and its colour."""
+    """Draw a line with a name and coloured labels; ``labels`` are pairs of a text and its colour."""
     elements = [_text(16, top + 16, name, weight="bold")]
     x = _LEFT
     for text, colour in labels:
@@ -359,7 +371,7 @@ def group_nodes(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
 
 
 def _centre(slot: int, column: int) -> int:
-    """Return the horizontal centre of a rank's column."""
+    """Return the horizontal centre of a rank's column in pixels; ``slot`` is its index in the node."""
     return _LEFT + column * slot + column // 2
 
 

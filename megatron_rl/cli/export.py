@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``."""
+    """Add the command-line arguments of ``export`` to its parser."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's checkpoints/step_N")
     parser.add_argument(
         "--trust",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check both directories, then export."""
+    """Check the checkpoint's and the output's directory, export the checkpoint, and return the exit code."""
     checkpoint = Path(arguments.checkpoint)
     out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")

@@ -62,7 +62,7 @@ A configuration sets these values itself, so `plan CONFIG` refuses them.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan`` to a parser."""
+    """Add the command-line arguments of ``plan`` to its parser."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -227,7 +227,7 @@ def _check_precision(args: argparse.Namespace) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem that the command line describes; raises UserError."""
+    """Return the search problem that the command line describes; raises UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
     constants = load_constants(args.constants)
@@ -269,7 +269,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 
 def _search(args: argparse.Namespace) -> int:
-    """Print the best placements, and write the files that the arguments name."""
+    """Search the placements of a plain model, print the best, and write the files that options name."""
     problem = problem_of(args)
     started = time.monotonic()
     result = search_simple(problem, args.split)

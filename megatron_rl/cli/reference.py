@@ -105,7 +105,10 @@ _COLUMNS = ("Key, type, default", "Meaning")
 
 
 def configuration_page() -> str:
-    """Return the first page of the configuration reference: the pages by subject, and the top level."""
+    """Return the first page of the configuration reference.
+
+    It has a table of the other pages, each about one subject such as data, and the keys at the top level.
+    """
     rows = []
     for name, (title, sections) in SUBJECTS.items():
         keys = ", ".join(f"`{section}`" for section in sections)
@@ -115,7 +118,7 @@ def configuration_page() -> str:
 
 
 def subject_page(subject: str) -> str:
-    """Return the page of one subject: a table for each class of sections, in the configuration's order."""
+    """Return the configuration reference's page on one subject, with a table for each class of sections."""
     title, _ = SUBJECTS[subject]
     tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
@@ -126,7 +129,7 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Return the sections of each subject's page, each with the paths that share its table."""
+    """Return the sections on each page: subject -> (class, paths of the sections that share its table)."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
@@ -159,13 +162,13 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Format a header and rows as the lines of a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _section_table(section: type, paths: list[str]) -> str:
-    """Return the table of a section's keys."""
+    """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
@@ -191,7 +194,7 @@ def _piece_table(key: str, kind: Kind) -> str:
 
 
 def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the cells of a piece's setting: its name with the default, its meaning with the bounds."""
+    """Return the table cells of a piece's setting: its name with the default, its meaning with the bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
 
@@ -203,7 +206,7 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
-    """Return the cells of a configuration key, in the order of `_COLUMNS`."""
+    """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
     type_name = "section"
     if not section_class(hint):
@@ -215,15 +218,15 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
 
 
 def _meaning(setting: Setting) -> str:
-    """Return the meaning of a setting with its choices or bounds."""
-    allowed = _allowed(setting)
+    """Return the meaning of a setting with its choices or bounds, as a table cell."""
+    allowed = _allowed_values(setting)
     if not allowed:
         return setting.meaning
     return f"{setting.meaning}<br>Allowed: {allowed}."
 
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
-    """Return the default of a key as a cell."""
+    """Format the default of a configuration key as a table cell."""
     # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
@@ -239,7 +242,7 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _differences(section: Any) -> str:
-    """Return the values in which the default of a section differs from the defaults of its class."""
+    """Describe in which values the default of a section differs from the defaults of its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -248,8 +251,8 @@ def _differences(section: Any) -> str:
     return ", ".join(values)
 
 
-def _allowed(setting: Setting) -> str:
-    """Return the choices or the bounds of a setting."""
+def _allowed_values(setting: Setting) -> str:
+    """Describe the valid values of a setting: its choices or its bounds."""
     if not setting.choices:
         return setting.bounds()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
@@ -367,7 +370,7 @@ def with_formulas(text: str) -> str:
 
 
 def algorithms_page() -> str:
-    """Return every named algorithm with its pieces, and every piece with its equation and source."""
+    """Return the page with every named algorithm's pieces, and with every piece's equation and source."""
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
@@ -413,7 +416,7 @@ def _changed_settings(piece: Piece, default: Piece) -> str:
 
 
 def commands_page() -> str:
-    """Return every command with its arguments."""
+    """Return the page with the syntax and the arguments of every command."""
     blocks = [_COMMANDS_HEAD]
     for name, (module, help_text) in COMMANDS.items():
         parser = argparse.ArgumentParser()
@@ -431,7 +434,7 @@ def commands_page() -> str:
 
 
 def _argument(action: argparse.Action) -> str:
-    """Return an argument in command-line syntax."""
+    """Format an argument in command-line syntax, such as ``--out FILE`` or ``[key=value ...]``."""
     name = action.metavar or action.dest.upper()
     if action.option_strings:
         option = action.option_strings[-1]
@@ -454,7 +457,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def python_page() -> str:
-    """Return the guide to Python, then every public name with its signature and docstring."""
+    """Return the page on Python: the guide, then every public name with its signature and docstring."""
     blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
@@ -462,7 +465,7 @@ def python_page() -> str:
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_wrapped(_signature(value))}"
+            declaration = f"def {name}{_wrap_signature(_signature(value))}"
             members = ()
 
         # Each entry has the signature as Python, the docstring, and a table of the members.
@@ -481,7 +484,7 @@ def python_page() -> str:
 
 
 def _signature(item: Any) -> str:
-    """Return the signature of a function or method without self; empty for a property."""
+    """Format the signature of a function, or of a method without self; empty for a property."""
     if isinstance(item, property):
         return ""
     if isinstance(item, classmethod):
@@ -495,8 +498,8 @@ def _signature(item: Any) -> str:
     return re.sub(r"\((self|cls)(, )?", "(", text)
 
 
-def _wrapped(signature: str) -> str:
-    """Return a signature with a line for each parameter if it is long."""
+def _wrap_signature(signature: str) -> str:
+    """Format a signature with a line for each parameter if it is long; return a short one unchanged."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     parameters_text, _, result = signature[1:].rpartition(")")
@@ -517,7 +520,7 @@ def _parameters(text: str) -> Iterator[str]:
 
 
 def other_names_page() -> str:
-    """Return the page of other projects' names for our keys, with a table per project."""
+    """Return the page with other projects' names for our keys, in a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
@@ -549,7 +552,7 @@ def other_names_page() -> str:
 
 
 def _doc(value: Any) -> str:
-    """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
+    """Convert a docstring to Markdown, with a link for each paper; empty without a docstring."""
     # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
@@ -557,7 +560,7 @@ def _doc(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table: on one line, with its bars escaped."""
+    """Format a text as a cell of a Markdown table: on one line, with its bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -574,7 +577,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def write_all(folder: Path) -> None:
-    """Write every page below a folder."""
+    """Write every generated page to its file below ``folder``."""
     for name, page_text in PAGES.items():
         path = folder / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ HOST_MEMORY = "0.25"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``serve``."""
+    """Add the command-line arguments of ``serve`` to its parser."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -98,7 +98,7 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the run's sampling parameters as fields of a generation_config.json."""
+    """Return the sampling parameters of a run in the form of a generation_config.json."""
     rollout = load_config(folder.config).rollout
 
     # A server has constant values: a schedule over steps or tokens has reached its end.

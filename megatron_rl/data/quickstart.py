@@ -22,12 +22,16 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""One token each. With the special tokens there are 21, an odd number that tensor parallelism 2 must pad."""
+"""Characters of the problems, each of which is one token. With the special tokens there are 21, an odd
+number that tensor parallelism 2 must pad."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model. Every head has at least 32 dimensions, which vLLM's CPU attention requires."""
+    """Sizes of the quickstart's model.
+
+    Every head has at least 32 dimensions, which vLLM's CPU attention requires.
+    """
 
     hidden: int
     """Hidden size."""
@@ -188,7 +192,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Parse the command line, and write the model and the problems into its directory."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.data.quickstart", description=__doc__)
     parser.add_argument("directory", help="where to write the model and the data")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="shape of the model")

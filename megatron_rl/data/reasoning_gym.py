@@ -81,7 +81,7 @@ def _record(entry: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Parse the command line, write the files and return the exit code."""
+    """Parse the command line, write the files of problems, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -101,7 +101,7 @@ class ShuffledOrder:
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        """Return the items of the current epoch in their order."""
+        """Return the item numbers in the order of the current epoch."""
         items = list(range(self.count))
         if self.shuffle:
             generator = numpy.random.default_rng([self.seed, self.epoch])
@@ -109,7 +109,7 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped(self) -> set[int]:
-        """Return the items that the current epoch skips."""
+        """Draw the items that the current epoch skips, out of those with equal rewards."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
@@ -149,7 +149,7 @@ class ShuffledOrder:
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to restore with `load_state_dict` into an order of the same items."""
+        """Return the epoch, the position, and what identifies the items, for `load_state_dict`."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -199,7 +199,7 @@ def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
 
 
 DEFAULT_TASK = "default"
-"""Task of a record without one."""
+"""Task that a record without a task belongs to."""
 
 
 class PromptSource:
@@ -298,7 +298,7 @@ class PromptSource:
 
     @property
     def records(self) -> int:
-        """Return the number of records, including those over the limit."""
+        """Return the number of records of the data set, including those over the token limit."""
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
@@ -369,7 +369,7 @@ class PromptSource:
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the order, a digest of the records, and the time that the template writes."""
+        """Return the position in the data, a digest of the records, and the template's time."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
@@ -407,11 +407,11 @@ class PromptSource:
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of all fields of the records."""
+        """Digest of all fields of the data set's records, which identifies them in checkpoints."""
         return self._encoded.digest()
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:
-        """Return the prompts at positions ``rows`` of the source."""
+        """Return the prompts at positions ``rows`` of the source as a batch."""
         ids = [self._ids[row] for row in rows]
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
@@ -555,7 +555,7 @@ class ResponseSource:
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in an epoch, without those that were too long."""
         return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
@@ -580,7 +580,7 @@ class ResponseSource:
         return self._batch(range(len(self)))
 
     def _batch(self, items: Sequence[int]) -> TrainBatch:
-        """Return the rows of the records at positions ``items`` of the source."""
+        """Return the rows of the records at positions ``items`` of the source as a train batch."""
         indices = [self._indices[item] for item in items]
         rows = [row for index in indices for row in self._rows(index)]
         response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
@@ -603,12 +603,12 @@ class ResponseSource:
         )
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows of the record with this index in the data."""
+        """Return the rows (prompt and response) of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the position in the data."""
+        """Return the epoch and position in the data, and what identifies the data, for a checkpoint."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
@@ -686,7 +686,7 @@ class _ResponseEncoder:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Return the tokens (int32) of each record's response, with ~token for tokens not trained on."""
+        """Tokenise each record's response: int32, with ~token for tokens that are not trained on."""
         data = self._prompts.data
         setting = self._prompts.setting
         tokenizer = self._prompts.tokenizer
@@ -720,7 +720,7 @@ class _ResponseEncoder:
         return responses
 
     def _response(self, pieces: Sequence[numpy.ndarray], end: int, trained: Sequence[bool]) -> numpy.ndarray:
-        """Return the tokens of one response; ``trained`` has one value per turn, ``end`` is the end token."""
+        """Join the pieces of one response; ``trained`` has one value per turn, ``end`` is the end token."""
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
@@ -744,7 +744,7 @@ def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return whether each turn of the assistant in a response is trained on."""
+    """Return, for each turn of the assistant in a response, whether it is trained on."""
     if isinstance(response, str):
         return [True]
     return [is_trained_turn(message) for message in response if message["role"] == "assistant"]

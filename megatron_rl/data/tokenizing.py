@@ -217,7 +217,10 @@ def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -
 def logit_biases(
     tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
 ) -> tuple[tuple[int, float], ...]:
-    """Return pairs (token id, bias) from the sampling settings ``values``; UserError for an unknown token."""
+    """Convert ``logit_bias`` of the sampling settings ``values`` to pairs (token id, bias).
+
+    Raises UserError for an unknown token.
+    """
     biases: dict[int, float] = {}
     for text, bias in values["logit_bias"].items():
         biases[rule_token_id(tokenizer, text, f"{setting}.logit_bias")] = float(bias)
@@ -455,7 +458,7 @@ class LengthReport:
     """Location and length of the first items over the limit."""
 
     def line(self, kind: str = "prompts") -> str:
-        """Return one sentence for the console and the log."""
+        """Describe the counts as one sentence for the console and the log."""
         maximum = _shown_length(self.longest, self.limit)
         if not self.over_long:
             return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
@@ -495,7 +498,7 @@ def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
 
 
 def _shown_length(length: int, limit: int) -> str:
-    """Return a length for messages: exact, or as "N or more" for a truncated text."""
+    """Format a number of tokens for messages: exact, or as "N or more" for a text that was truncated."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
     return str(length)

@@ -93,8 +93,8 @@ _THREAD_STACK = 2**20
 """Stack of an episode's thread in bytes; the usual 8 MiB are too many for thousands of episodes."""
 
 GRACE_SECONDS = 2.0
-"""Time within which a cancelled environment must end, and a process must respond to a ping; then the process
-is replaced."""
+"""Seconds within which a cancelled environment must end, and a process must respond to a ping. Otherwise the
+process is replaced."""
 
 MAX_EPISODES = 2**14
 """Number of episodes per process for whose files the hard limit of open files allows."""
@@ -184,7 +184,7 @@ class _OpenEpisode:
 
 @dataclass
 class _Host:
-    """Process of environments, with its episodes."""
+    """Contained process that runs environments, with the state of its episodes."""
 
     process: ContainedProcess
 
@@ -324,7 +324,7 @@ class EnvironmentPool:
         return events
 
     def _dispatch(self) -> None:
-        """Assign each waiting episode to the process with the fewest episodes.
+        """Assign each waiting episode to the process that runs the fewest episodes.
 
         An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
         """
@@ -345,7 +345,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times (monotonic) of a process's deadlines."""
+        """Return the times (monotonic) by which a process must answer a ping, or an environment must act."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
         deadlines = list(host.closing.values())
@@ -394,14 +394,14 @@ class EnvironmentPool:
         if host.pinged is not None:
             if now >= host.pinged + GRACE_SECONDS:
                 self._lose(host, events, TIMEOUT)
-        elif self._late(host):
+        elif self._late_episodes(host):
             host.pinged = now
             host.process.send_request((PING, -1))
         elif any(now >= deadline for deadline in host.closing.values()):
             self._replace(host, events)
 
-    def _late(self, host: _Host) -> list[_OpenEpisode]:
-        """Return the episodes whose environments have exceeded ``turn_timeout``."""
+    def _late_episodes(self, host: _Host) -> list[_OpenEpisode]:
+        """Return the open episodes of a process whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
             episode
@@ -412,12 +412,12 @@ class EnvironmentPool:
     def _fail_late(self, host: _Host, events: list[Event]) -> None:
         """Fail the late episodes of a process that has responded to a ping."""
         host.pinged = None
-        for episode in self._late(host):
+        for episode in self._late_episodes(host):
             self.forget(episode.number)
             events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
 
     def _timeout_message(self) -> str:
-        """Return the failure message of a late episode."""
+        """Return the failure message of an episode whose environment exceeded ``turn_timeout``."""
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
@@ -448,7 +448,7 @@ class EnvironmentPool:
             episode.runs_alone = True
 
     def _replace(self, host: _Host, events: list[Event]) -> int:
-        """Kill a process, start a replacement and restart the episodes; return the exit status."""
+        """Kill a lost process, start a replacement and restart its episodes; return its exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
@@ -488,7 +488,7 @@ class EnvironmentPool:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill the processes of the pool with all their episodes."""
         self._finalizer()
 
 
@@ -775,7 +775,7 @@ class _RunningEpisode:
         self._call(task.cancel)
 
     def _call(self, function: Callable[[], Any]) -> None:
-        """Call a function on the loop's thread; do nothing if the episode has ended."""
+        """Call a function on the thread of the episode's event loop, unless the episode has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 

@@ -292,7 +292,7 @@ def _tests_of_entry(entry: Any) -> list[Test]:
 
 
 def _output_test(stdin: Any, stdout: Any) -> Test:
-    """Return a test of the program's output; ``stdin`` may also be a number or None."""
+    """Make a test that compares the program's output; ``stdin`` may also be a number or None."""
     input_text = ""
     if _is_text(stdin):
         input_text = _join_lines(stdin)
@@ -483,8 +483,9 @@ def passes_test(source: str, test: Test, time_limit: float) -> bool:
 
 
 def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
-    """Return whether a program prints the expected lines and exits successfully within ``time_limit``
-    seconds.
+    """Return whether a program prints the expected lines and exits with status 0 in time.
+
+    ``time_limit``: maximum seconds.
     """
     # Temporary files need no reader while the program runs, unlike pipes. Files in memory are forbidden to
     # contained code, since no limit counts them.
@@ -549,7 +550,7 @@ def _verdict_of_call(
 
 
 def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
-    """Return the read and write ends of a pipe, which are closed with ``descriptors``."""
+    """Create a pipe whose read and write ends are closed with the stack ``descriptors``; return both ends."""
     ends = os.pipe()
     for end in ends:
         descriptors.callback(os.close, end)
@@ -706,5 +707,5 @@ def _to_json_types(value: Any) -> Any:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of an output without trailing whitespace and trailing empty lines."""
+    """Split an output into lines, without trailing whitespace and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

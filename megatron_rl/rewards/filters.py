@@ -43,16 +43,14 @@ class FilteredRows:
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Return the removed rows without a reward, which are not trained on."""
+        """Return the indices of the removed rows that get no reward and are not trained on."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return row -> answer for rows that no scorer needs to see: failures of the filter, rewards of
-        removed rows.
-        """
+        """Return row -> answer of rows that no scorer needs: failed filters, rewards of removed rows."""
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
@@ -125,9 +123,7 @@ class ResponseFilters:
 
 
 def _verdict(answer: Answer) -> Answer:
-    """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to the form of a built-in filter's
-    answer.
-    """
+    """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to that of a built-in filter."""
     if answer.reason is not None:
         return answer
     if answer.reward not in (0.0, 1.0):

@@ -86,7 +86,7 @@ class RewardResult:
 
     @property
     def valid(self) -> Tensor:
-        """Return which samples have a reward: [B] bool."""
+        """Return which samples have a reward, that is, did not fail: [B] bool."""
         return torch.tensor([answer.reason is None for answer in self.answers], dtype=torch.bool)
 
     @property
@@ -114,8 +114,9 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``extra_metrics`` with ``reward/invalid_REASON``, the fraction of samples that failed for
-        each reason.
+        """Return ``extra_metrics``, and the share of samples that failed for each reason.
+
+        The shares are named ``reward/invalid_REASON``.
 
         ``reasons`` are those that occurred on other ranks. Their metrics are included too, since all ranks
         must have the same metrics; like the others, they count the samples of this rank only.
@@ -290,7 +291,7 @@ class FunctionReward:
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
-        """Kill a worker, fail or re-queue its open calls, and start a replacement."""
+        """Kill a worker that failed, end or re-queue its open calls, and start a replacement."""
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
@@ -365,7 +366,10 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a call for a group: shared values, and per-sample values as lists."""
+    """Combine the samples of a group to the arguments of one call.
+
+    Values that all samples share stay single, others become lists.
+    """
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):
         if name in samples[0]:

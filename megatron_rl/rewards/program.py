@@ -59,7 +59,7 @@ class CannotCompare(Exception):
 
 
 class ProgramEnded(Exception):
-    """Error: the other process has ended, or sent a malformed message."""
+    """Error of a request to the other process, which has ended or sent a malformed message."""
 
 
 class Remote:
@@ -134,7 +134,7 @@ class Remote:
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """Return the method of `Remote` for one of Python's operators."""
+    """Make the method of `Remote` for one of Python's operators."""
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
@@ -320,7 +320,7 @@ class Peer:
         return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
 
     def decode(self, value: Any) -> Any:
-        """Decode a value that the other end encoded."""
+        """Decode a value that the other process encoded with `encode`."""
         if not isinstance(value, list):
             return value
 

@@ -160,7 +160,7 @@ class Server:
             return loop.run_until_complete(self._post_all(bodies, convert))
 
     async def _post_all(self, bodies: Sequence[Any], convert: Callable[[int, Reply], Any]) -> list[Any]:
-        """Post all bodies, at most ``concurrency`` of them in flight."""
+        """Post all bodies, at most ``concurrency`` at a time; return their converted replies."""
         slots = asyncio.Semaphore(self.config.concurrency)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self.config.concurrency),
@@ -345,7 +345,7 @@ def secret_headers(config: ServerConfig, key_from: str | None = None) -> dict[st
 
 
 def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
-    """Return the counters of a round as metrics, each divided by the number of samples."""
+    """Convert the counters of a round of requests to metrics, each divided by the number of samples."""
     names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
     if name == "judge":
         names.append(CACHE_HITS)
@@ -401,7 +401,7 @@ class HttpReward:
 
 
 def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
-    """Return one answer per sample from the reply to a request with ``count`` samples."""
+    """Return one answer per sample, for ``count`` samples, from the reply to their request."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
 
@@ -547,7 +547,7 @@ class JudgeReward:
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _request(self, prompt: Any, row: int) -> _Request:
-        """Return the request for a judge's prompt (text or messages)."""
+        """Make the request to the judge's server for a judge's prompt (text or messages)."""
         messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -587,7 +587,7 @@ class JudgeReward:
 
 
 def _completion_text(reply: Reply) -> Reply:
-    """Replace the JSON value of a reply by the text of its chat completion."""
+    """Replace the JSON value of a server's reply by the text of its chat completion."""
     if reply.reason is not None:
         return reply
 

@@ -214,7 +214,7 @@ def _is_message(value: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """Parameters of a function, and whether it is a coroutine function."""
+    """Properties of a user's function that decide its calls: parameters, and whether it is a coroutine."""
 
     takes: frozenset[str] = frozenset()
     """Names of the function's parameters."""
@@ -227,7 +227,7 @@ class Traits(NamedTuple):
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Traits:
-        """Return the traits of a function; one without a signature accepts any name."""
+        """Inspect a function, and return its traits; one without a signature accepts any name."""
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
@@ -246,12 +246,12 @@ class Traits(NamedTuple):
         )
 
     def to_frame(self) -> dict[str, Any]:
-        """Return the traits as values of JSON; see `from_frame`."""
+        """Return the traits as values of JSON, for the worker's first reply."""
         return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
-        """Return the traits in a worker's frame."""
+        """Construct a function's traits from the values of `to_frame` in a worker's reply."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
             frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
@@ -705,7 +705,7 @@ class _CallLoop:
         self._reply(number, frames)
 
     async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Await the function and return the frames for its value or its error."""
+        """Call the coroutine function, await it, and return the frames for its value or its error."""
         try:
             value = await self._function(**self._arguments_of(item))
             return self._frames_of(value, _group_size(item))

@@ -75,7 +75,7 @@ class Scorer(Protocol):
         ...
 
     def close(self) -> None:
-        """End the scorer's processes."""
+        """End the scorer's worker processes, or close its connections."""
         ...
 
 
@@ -89,11 +89,11 @@ class NullScorer:
         self._answer = answer
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """See `Scorer.score`."""
+        """Return the same answer for each sample."""
         return RewardResult([self._answer] * len(samples))
 
     def close(self) -> None:
-        """See `Scorer.close`."""
+        """Do nothing: this scorer has no processes."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class ScorerResult:
     shard: RowShard
     """``rewards`` and components of this rank's rows, each [b] float32; NaN for failed rows."""
     metrics: Metrics
-    """Metrics of the scorer on this rank."""
+    """Metrics of the scorer's work on this rank."""
     failures: tuple[Failure, ...]
-    """Failed calls on this rank."""
+    """Calls of the scorer that failed on this rank."""
     reasons: Mapping[int, str]
     """Row -> reason of its failure, for failed rows of all ranks."""
 
@@ -449,7 +449,7 @@ class RewardRole:
         return turns
 
     def close(self) -> None:
-        """End the thread and the scorers' processes."""
+        """End the thread for early rewards, and the processes of scorers and filters."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():
             scorer.close()
@@ -458,7 +458,7 @@ class RewardRole:
 
 
 class _MakeSamples(Protocol):
-    """Function that returns one sample per row, with the fields that a scorer reads."""
+    """Type of a function that returns one sample per row, with the fields that a scorer reads."""
 
     def __call__(self, rows: list[int]) -> list[Sample]: ...
 
@@ -573,7 +573,7 @@ def _score_rows(
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
-    """Return the rows on which the engine or the environment failed."""
+    """Return the indices of the rows on which the engine or the environment failed."""
     return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 

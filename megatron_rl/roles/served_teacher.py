@@ -41,7 +41,7 @@ LEAST_REST = 1e-6
 difference from 1 with an error of about 1e-7, and a reverse KL takes its logarithm."""
 
 _BYTES_PER_ENTRY = 160
-"""Bound of the bytes of one token's log-prob in a response."""
+"""Upper bound of the bytes that one token's log-prob takes in a response."""
 
 
 class TeacherResults(NamedTuple):
@@ -52,7 +52,7 @@ class TeacherResults(NamedTuple):
     failures: tuple[Failure, ...] = ()
     """Rows whose requests failed, with the reasons."""
     metrics: Metrics = Metrics()
-    """Requests, retries and failures per row."""
+    """Numbers of requests, retries and failures, each per row."""
 
 
 class ServedTeacher:
@@ -145,7 +145,7 @@ class ServedTeacher:
 
 
 class _RowColumns:
-    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 where no token is sampled."""
+    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 for tokens that were not sampled."""
 
     def __init__(self, length: int, top_tokens: TopTokens | None, valid: bool = True) -> None:
         self.valid = valid
@@ -157,7 +157,7 @@ class _RowColumns:
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 
     def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response; return what is wrong with it, or None for a valid one."""
+        """Fill the columns from a response of the server; return the reason if it is malformed, or None."""
         try:
             entries = reply.value["choices"][0]["prompt_logprobs"]
             if len(entries) != len(tokens):

@@ -81,7 +81,7 @@ class ConfigReader:
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
-        """Record the error of an unsupported value."""
+        """Record the error of the unsupported value at ``key``."""
         self.errors.append(
             UserError(
                 message,
@@ -101,7 +101,7 @@ class ConfigReader:
 
 
 def _as_json(value: Any) -> str:
-    """Format a value as JSON writes it."""
+    """Format a value as JSON text."""
     return json.dumps(value)
 
 
@@ -241,7 +241,7 @@ def common_sizes(reader: ConfigReader) -> dict[str, int]:
 
 
 def latent_sizes(reader: ConfigReader) -> Fields:
-    """Read the sizes of multi-head latent attention."""
+    """Read the sizes of multi-head latent attention: fields of `ModelShape`."""
     return {
         "q_lora": reader.count("q_lora_rank"),
         "kv_lora": reader.size("kv_lora_rank"),
@@ -516,7 +516,7 @@ def biased_router() -> Fields:
 
 
 def gemma_structure(reader: ConfigReader) -> Fields:
-    """Read the structure that Gemma 2 and 3 have in common."""
+    """Read the structure that Gemma 2 and 3 share: biases, post-norms, and norm weights around 1."""
     reader.allow("use_bidirectional_attention", None, False)
     return {**attention_bias(reader), "post_norms": True, "centered_norms": True}
 

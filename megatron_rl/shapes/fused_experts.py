@@ -71,7 +71,7 @@ class TensorLocation:
     """A row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
     def shape(self, stored: Shape) -> Shape:
-        """Return the shape of the part of a tensor of the shape ``stored``."""
+        """Return the shape of the located part; ``stored`` is the shape of the complete stored tensor."""
         if self.expert is None:
             return stored
         rows = len(range(self.begin, self.end, self.step))
@@ -82,7 +82,7 @@ class TensorLocation:
         return (rows, *stored[2:])
 
     def part(self, stored: Any) -> Any:
-        """Return the part of a stored tensor, as a view."""
+        """Return the located part of a ``stored`` tensor, as a view."""
         if self.expert is None:
             return stored
         rows = stored[self.expert]

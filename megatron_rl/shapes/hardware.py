@@ -91,13 +91,13 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Return the number of GPUs that NVLink connects."""
+        """Return the number of GPUs in one NVLink domain: those of a node, or of several."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of predictions, in the groups of constants.json."""
+    """Constants of the predictions of seconds and memory, in the groups of constants.json."""
 
     gpus: Mapping[str, Gpu]
     """Name -> GPU."""
@@ -152,7 +152,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of a prediction: the GPUs, their efficiency, and the precision of matrix multiplications."""
+    """Hardware of a prediction: the GPUs, their efficiency, and the precision of weights."""
 
     cluster: Cluster
     constants: Constants
@@ -287,7 +287,7 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 
 
 def build(data: Mapping[str, Any]) -> Constants:
-    """Convert the mapping of constants.json to `Constants`."""
+    """Construct `Constants` from a mapping with the structure of constants.json."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
 
     # A GPU is found by its name and its aliases, in any case.

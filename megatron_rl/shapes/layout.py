@@ -132,7 +132,7 @@ class ParallelLayout:
         return Coordinates(tensor, context, data, pipeline)
 
     def rank_of(self, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
-        """Return the global rank at these coordinates."""
+        """Return the global rank of the role at these coordinates."""
         index = ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
         return self.ranks[index]
 
@@ -268,7 +268,7 @@ def problems(
 
 
 def _size_problems(layout: ParallelLayout) -> list[UserError]:
-    """Return an error for each size below 1."""
+    """Return an error for each parallel size of a layout that is below 1."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     return [
         UserError(

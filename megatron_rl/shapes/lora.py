@@ -74,7 +74,7 @@ class AdaptedModel(PretrainedModel):
     """Checksum of the base weights, or None if it is unknown."""
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
-        """Return the parameters of a layer's adapters."""
+        """Return the parameters A and B of all adapters of a layer, in the order of its linear layers."""
         return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
@@ -209,7 +209,7 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Return whether every routed expert has an adapter."""
+    """Return whether a model with adapters on ``targets`` has one on every routed expert."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
@@ -243,8 +243,7 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Count the parameters that the layers' adapted linear layers (``targets``) have on one rank, without
-    adapters.
+    """Count the base parameters of adapted linear layers (``targets``) on one rank.
 
     The rank belongs to a pipeline stage with these ``layers``. The result is (outside, in) routed experts.
     """

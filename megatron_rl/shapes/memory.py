@@ -168,9 +168,7 @@ def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class Layers:
-    """Implementation of a model's layers (dtype, fused or plain, recomputation), on which their memory
-    depends.
-    """
+    """Implementation of a model's layers, on which their memory depends."""
 
     dtype_bytes: int = 2
     """Bytes of an element of the model's dtype."""
@@ -180,8 +178,7 @@ class Layers:
     """Activation recomputation: ``none``, ``selective`` or ``full``."""
 
     def saved_bytes(self, shape: ModelShape, layout: ParallelLayout, block: Block, recompute: str) -> float:
-        """Return the bytes per token that a layer with the given ``block`` saves for the backward pass on a
-        rank.
+        """Return the bytes per token that a layer with this block saves for the backward pass on a rank.
 
         ``recompute`` replaces the field of the same name. See `saved_activation_bytes`.
         """
@@ -268,7 +265,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
     shard = shape.padded_vocab(layout.tensor) // layout.tensor
     # At least 64 tokens, however large the vocabulary, and at most the micro-batch.
     chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens / layout.context)
-    # Two copies, the logits and their gradient or exponentials, of 4 bytes per element.
+    # Two copies of 4 bytes per logit.
     return chunk * shard * 4 * 2
 
 

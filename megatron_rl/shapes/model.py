@@ -209,9 +209,7 @@ class ModelShape:
         return self._counted_blocks[key]
 
     def block_parameters(self, block: Block) -> tuple[int, int, int]:
-        """Return the numbers of a layer's parameters: tensor-sharded, replicated, and of all its routed
-        experts.
-        """
+        """Count a layer's parameters: tensor-sharded, replicated, and of all its routed experts."""
         return self._block_parameters[block]
 
     @cached_property
@@ -333,8 +331,7 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> Counter[tuple[int, int]]:
-        """Return how many parameters all key-value heads have, which an engine with more ranks than heads
-        replicates.
+        """Count the parameters of all key-value heads, which an engine of more ranks replicates.
 
         Keys are (the key-value heads of a layer, the times that vLLM stores the tensor (`engine_copies`)).
         """
@@ -441,9 +438,7 @@ class ModelShape:
         )
 
     def state_bytes_per_row(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the bytes of a sequence's states that do not grow with its length, on one of ``tensor``
-        ranks.
-        """
+        """Return the bytes of a sequence's fixed-size states on one of ``tensor`` ranks."""
         return sum(
             count * mixer.state_bytes(self, bytes_per_element) / tensor
             for mixer, count in self.mixers.items()

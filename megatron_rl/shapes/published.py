@@ -199,7 +199,7 @@ class _KeyRecorder(dict[str, Any]):
         self.read_keys: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, and record its key."""
+        """Return the value at a key, or ``default``, and record that the key was read."""
         self.read_keys.add(key)
         return super().get(key, default)
 

@@ -84,7 +84,7 @@ class Quantization:
 
     @property
     def text(self) -> str:
-        """Return a description for the output of `check`."""
+        """Describe the quantisation for the output of `check`."""
         text = f"{self.method} weights of 8 bits with a scale per tensor or row"
         if self.method == "mxfp4":
             text = f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"

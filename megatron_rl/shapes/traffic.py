@@ -115,16 +115,12 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
 
 
 def _rank_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and stop of rank ``rank``'s share of ``size`` elements, in shares that are as equal as
-    possible.
-    """
+    """Return start and stop of one rank's share of ``size`` elements, in nearly equal shares."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
 def _padded_rank_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
-    """Return start and stop of a rank's share of ``size`` rows, after padding to ``multiple`` and to equal
-    shares.
-    """
+    """Return start and stop of a rank's share of ``size`` rows, padded to ``multiple`` and equal shares."""
     padded = -(-size // multiple) * multiple
 
     # The last ranks have fewer rows of the tensor, or none.
@@ -286,7 +282,7 @@ class WeightTraffic:
 
     @property
     def received_most(self) -> int:
-        """Return the bytes that the busiest rank receives."""
+        """Return the largest number of bytes that any rollout rank receives."""
         return max(self.received.values())
 
 

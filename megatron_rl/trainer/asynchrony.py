@@ -121,9 +121,7 @@ class AheadBatches:
             self.source.informative = next(filter(None, gather_objects(counts)))
 
     def _start_evaluation(self, phase: Phases) -> list[Pending]:
-        """Sample the scheduled evaluation sets on the rollout's ranks; return immediately on learners (ranks
-        that train).
-        """
+        """Sample the scheduled evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._learns:
             timer = phase("evaluate")
@@ -131,9 +129,7 @@ class AheadBatches:
             return start_evaluation(self.roles, self.sets, self.config.seed)
 
     def _start_sampling(self, step: int, phase: Phases) -> Pending:
-        """Sample the responses of the batch of ``step`` on the rollout's ranks; return immediately on
-        learners.
-        """
+        """Sample the batch of ``step`` on the rollout's ranks; return immediately on learners."""
         seed = step_seed(self.config, step)
         timer = nullcontext()
         if not self._learns:

@@ -133,8 +133,7 @@ def _is_explicit(key: str, explicit: Collection[str]) -> bool:
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return a table row for each of revision, versions and hardware with which the groups started
-    differently.
+    """Return a table row for each of revision, versions and hardware that differs between groups.
 
     A row has the name of the fact, then its value for each group.
     """

@@ -139,9 +139,7 @@ def measured_accuracies(lines: Lines) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return a centred running mean: for each value, the mean over it and ``window // 2`` values on either
-    side.
-    """
+    """Return a running mean: for each value, the mean over it and ``window // 2`` values on each side."""
     half = window // 2
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
@@ -371,7 +369,7 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
     rows = -(-len(axes) // columns)
 
     def place(index: int, left_margin: float) -> None:
-        """Position a panel; ``left_margin`` is in inches."""
+        """Position the panel with this index in the figure; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
         axes[index].set_position(
             (

@@ -62,7 +62,7 @@ class EvaluationSet:
     """Name -> additional function, whose results are only metrics."""
 
     def close(self) -> None:
-        """End the processes of the set's functions."""
+        """End the worker processes of the set's reward function and evaluators."""
         for role in (self.reward, *self.evaluators.values()):
             if role is not None:
                 role.close()
@@ -120,8 +120,7 @@ def _function_role(
     path: str,
     tokenizer: Any,
 ) -> RewardRole:
-    """Create a reward role that only calls ``function``, with the time and resource limits of the run's
-    rewards.
+    """Create a role that only calls ``function``, with the time and resource limits of the run's rewards.
 
     ``path``: configuration key of the function, for errors.
     """

@@ -379,7 +379,7 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
+    """Format seconds as a clock shows them: ``0:07``, ``12:34`` or ``1:02:03``."""
     # `not <` instead of `>=`, so that this branch handles NaN, too.
     if not abs(seconds) < _LONGEST_CLOCK:
         return f"{seconds:.3g} s"

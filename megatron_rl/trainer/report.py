@@ -626,9 +626,7 @@ def select_rows(
 
 
 def _column(table: Table, name: str) -> list[Any]:
-    """Return the values of the column ``name`` of a samples file, None for each row if there is no such
-    column.
-    """
+    """Return the values of a samples file's column, None for each row if there is no such column."""
     if name not in table.column_names:
         return [None] * table.num_rows
     return table.column(name).to_pylist()
@@ -719,9 +717,7 @@ def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
 
 
 def _cut(value: Any, characters: int) -> str:
-    """Convert a value to text of at most ``characters``, followed by the number of characters that were cut
-    off.
-    """
+    """Cut a value's text to ``characters``, and append the number of characters that were cut off."""
     text = str(value)
     surplus = len(text) - characters
     if surplus <= 0:

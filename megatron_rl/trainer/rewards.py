@@ -84,7 +84,7 @@ class ScoredBatch:
 
     @property
     def _dropped(self) -> int:
-        """Return the number of rows that filters dropped."""
+        """Return the number of the batch's rows that response filters dropped."""
         rows = zip(self.scores.valid.tolist(), self.reasons, strict=True)
         return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
 
@@ -102,9 +102,7 @@ class ScoredBatch:
         )
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
-        """Return a batch of the rows with indices ``ids``, in that order; metrics and failures are those of
-        all rows.
-        """
+        """Return a batch of the rows ``ids``, in that order; metrics and failures are those of all rows."""
         # Log-probs and values do not exist yet: the step computes them after rows are selected.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(

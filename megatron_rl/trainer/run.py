@@ -359,7 +359,7 @@ class Training:
         complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
-        """Run the pending stages. Collective over the world."""
+        """Run the stages before reinforcement learning that are not completed. Collective over the world."""
         # Iterate over all plans, since completed stages also count as versions and may have old checkpoints.
         plans = stage_plans(self.config)
         data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}

@@ -210,8 +210,7 @@ class RolloutSource:
         return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return the round's number of token rounds, or in the open order its counts of required and surplus
-        groups.
+        """Return the number of token rounds; in the open order, counts of required and surplus groups.
 
         In the open order responses are trained on as they finish, so there are no token rounds.
         """
@@ -299,9 +298,7 @@ class RolloutSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: buffered groups, numbers of informative groups, and response
-        lengths.
-        """
+        """Return the state for checkpoints: groups, numbers of informative groups, response lengths."""
         return {
             **self.buffer.state_dict(),
             "informative": self.informative,

@@ -138,9 +138,7 @@ class Samples:
             self.job.trackers.samples(kind, step, columns)
 
     def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
-        """Return the columns that tables of training samples and of evaluation answers both have: name ->
-        values.
-        """
+        """Return the columns that tables of training samples and evaluation answers share: name -> values."""
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),

@@ -87,7 +87,7 @@ class StageData:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of the stage."""
+        """Return the number of steps in which the stage uses all its records."""
         return -(-self.records // self.per_step)
 
     def size(self, step: int) -> int:
@@ -530,7 +530,10 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
 
 
 def _is_scheduled(step: int, every: int | None, last_step: int) -> bool:
-    """Return whether an action of every ``every`` steps (None: only of the last step) follows ``step``."""
+    """Return whether to act after ``step``, if that is due every ``every`` steps and after the last one.
+
+    ``every``: None to act only after the last step.
+    """
     return step == last_step or (every is not None and step % every == 0)
 
 

@@ -40,11 +40,11 @@ class Tracker(Protocol):
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the finite metrics of a step."""
+        """Send those metrics of a step that are finite to the tracker."""
         ...
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Log samples as a table; ``kind`` is ``step`` or ``eval_NAME``."""
+        """Send samples to the tracker as a table; ``kind`` is ``step`` or ``eval_NAME``."""
         ...
 
     def close(self) -> None:

@@ -184,7 +184,7 @@ def _partial_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield the errors for settings that over-sampling excludes."""
+    """Yield the errors for settings that cannot be combined with over-sampling."""
     rollout = config.rollout
     if rollout.oversample == 0:
         return

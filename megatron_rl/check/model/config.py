@@ -156,7 +156,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
 
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
-    """Return the fix of a model_type that does not belong to the architecture."""
+    """Return the fix of a config.json whose ``model_type`` does not belong to its architecture."""
     if model_type is None or model_type in FAMILIES:
         return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (

@@ -151,8 +151,9 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 
 
 def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
-    """Return the paths of the configured Megatron checkpoints: section -> path, with the actor's under
-    ``model``.
+    """Return the path of each configured Megatron checkpoint: section -> path.
+
+    The actor's is under ``model``.
     """
     # The actor first: other roles may read its folder.
     checkpoints: dict[str, str] = {}
@@ -165,9 +166,7 @@ def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
 
 
 def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with the ``path`` of each section in ``folders`` (section -> new path)
-    replaced.
-    """
+    """Return the configuration with other paths of models; ``folders`` maps a section to its new ``path``."""
 
     def at_folder(name: str, section: Any) -> Any:
         if name not in folders:
@@ -291,8 +290,7 @@ def _require_free_folder(folder: Path, key: str) -> None:
 
 
 def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
-    """Return the checkpoint to start from: ``checkpoints``, or the iteration below it that the run began
-    with.
+    """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
 
     A run that is resumed keeps that iteration, which `read_pointer` records in ``model_folder``, even if
     newer ones exist.
@@ -366,8 +364,7 @@ def _json_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the files in ``contents`` (name -> content) into a folder, and remove those of a previous
-    tokenizer.
+    """Write ``contents`` (name -> content) into a folder, and remove files of a previous tokenizer.
 
     Every rank of a job may do so at the same time: each process writes a file under a unique temporary name
     and renames it, which is atomic.

@@ -354,7 +354,7 @@ def _is_token_id(value: Any, vocabulary: int | None) -> bool:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Return whether a checkpoint directory comes with a chat template."""
+    """Return whether a checkpoint's folder contains a chat template."""
     return bool(chat_templates(path))
 
 
@@ -416,13 +416,13 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return id -> text for the added tokens of a `tokenizers.Tokenizer`."""
+    """Return the added tokens of a `tokenizers.Tokenizer`: id -> text."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
-    """Return id -> text for the tokens that a checkpoint's files list as ends of responses."""
+    """Return the tokens that a checkpoint's files list as ends of responses: id -> text."""
     token_ids: list[int] = []
     eos_text = special_token_texts(path).get("eos_token")
     if eos_text is not None:

@@ -185,7 +185,7 @@ def _read_index(path: Path, files: Files) -> dict[str, str] | None:
 
 
 def _report_no_weights(path: Path, key: str, files: Files) -> None:
-    """Report a checkpoint without any safetensors file."""
+    """Record the error of a checkpoint that has no safetensors file."""
     fix = "copy the weight files into the directory"
 
     # Pickled weights are not read: they could run code.

@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 
 class AttentionBuilder(BlockBuilder[Attention]):
-    """Builder of attention."""
+    """Builder of softmax attention, from Megatron's own attention."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
-        """Support fewer key-value heads than tensor-parallel ranks."""
+        """Prepare Megatron for fewer key-value heads than tensor-parallel ranks, if the model has fewer."""
         if shape.kv_heads < layout.tensor:
             allow_shared_heads()
 
     def layer_spec(self, layer: Any, kind: Attention, options: LayerOptions) -> Any:
-        """Return Megatron's own attention, or one with the head size of this layer."""
+        """Return the spec of Megatron's own attention, or of one with the head size of this layer."""
         if not kind.head_dim:
             return layer
         return separate_attention_spec(layer, kind)
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Bind shared heads to the role's own group; add norms over all heads and local rotary angles."""
+        """Add features to built layers: shared heads, norms over all heads, local rotary angles.
+
+        Key-value heads that several tensor-parallel ranks share are bound to the role's own process group.
+        """
         shape = spec.model.shape
         if spec.shares_heads:
             for layer in layers:

@@ -46,7 +46,7 @@ ASSUMED_GPU = "h100"
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """Seconds that a role works in one step.
+    """Predicted seconds that a role works in one step, and the ranks on which it does.
 
     Example: ``RoleSeconds("actor", range(8), forward=2.1, learn=6.4)``.
     """
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step, in which generation may overlap with other phases."""
         generate = self.seconds["generate"]
         # The phases after generation run one after another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
@@ -157,7 +157,7 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes`, cached since a search computes it for the same layouts many times."""
+    """Return `shared_bytes` for a model in a layout, cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -169,7 +169,7 @@ def planned_sync_seconds(
     ranks: Sequence[int],
     machine: Machine,
 ) -> float:
-    """Return seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
+    """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
     overlap = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes)
     return sync_seconds(overlap.traffic(ranks), layout.size, machine)
 
@@ -206,12 +206,12 @@ class RunStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each phase."""
+        """Return the seconds of each phase of the step: phase -> seconds."""
         return self.step.seconds
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step."""
         return self.step.total
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -294,7 +294,10 @@ def train_choice(
     layout: ParallelLayout,
     model: ModelShape,
 ) -> TrainChoice:
-    """Return the settings with which a role's model runs; for a frozen role only the layout has an effect."""
+    """Return the settings with which a role's model runs.
+
+    For a frozen role only the layout has an effect.
+    """
     # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
@@ -348,11 +351,12 @@ def _reload_seconds(
         memory = learn_memory(choice, batch)
     else:
         memory = score_memory(choice, batch)
+    # Load and store.
     return 2.0 * memory.states / machine.host_rate
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
-    """Return the engine's layout of a configuration."""
+    """Convert the configured layout of the rollout engine to the form in which generation is predicted."""
     # vLLM distributes experts over the tensor-parallel ranks of a replica.
     expert = 1
     if config.rollout.vllm.get("enable_expert_parallel"):

@@ -38,7 +38,7 @@ class Attention(Mixer):
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the key-value heads, each of which serves a group of query heads."""
+        """Return the number of key-value heads, each of which serves a group of query heads."""
         return self.kv_heads or shape.kv_heads
 
     def key_size(self, shape: ModelShape) -> int:
@@ -50,13 +50,11 @@ class Attention(Mixer):
         return self.key_size(shape)
 
     def query_width(self, shape: ModelShape) -> int:
-        """Return the width of the queries of all heads."""
+        """Return the width of the queries: query heads times the size of one."""
         return shape.heads * self.key_size(shape)
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield the projections to queries, keys, values and output, their biases, the sinks, and the norms
-        of queries and keys.
-        """
+        """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
         # The rows of the three projections, without the columns: biases have the same.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
@@ -102,25 +100,20 @@ class Attention(Mixer):
                 yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: queries, keys, values, their norms, and the output of
-        attention.
-        """
+        """Count the saved elements per token: queries, keys, values, their norms, and the output."""
         if layer.fused:
             return self._fused_elements(layer)
         return self._plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of the projections, and of copies in which each row's tokens are
-        contiguous.
-        """
+        """Count the elements per token of the projections, and of copies with contiguous rows."""
         shape = layer.shape
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
         return self.key_size(shape) * (7 * heads + 3 * groups)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 h (d_qk + d_v): two FLOPs per element of each of h heads' queries, and of each head's
-        output.
+        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
 
         A query element is multiplied by one of the key, and a probability by each element of the value.
         """
@@ -135,21 +128,15 @@ class Attention(Mixer):
         return self.key_size(shape)
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return the smaller of the numbers of ranks and of key-value heads; ranks beyond that have copies of
-        a shard.
-        """
+        """Return the number of ranks, or of key-value heads if that is smaller: others have copies."""
         return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of key-value heads: training does not replicate them, so tensor parallelism
-        divides it.
-        """
+        """Return the number of key-value heads, which training does not replicate."""
         return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token of a rank's queries, keys, values and outputs, which are all
-        exchanged.
-        """
+        """Count the elements per token of a rank's queries, keys, values and outputs."""
         heads = shape.heads / tensor
         groups = self.key_value_heads(shape) / tensor
         # If the context size does not divide the key-value heads, they are repeated for every head.

@@ -51,8 +51,9 @@ class LocalLayer:
         return 4 / self.dtype_bytes
 
     def plain_norm(self, width: float, output: bool = True) -> float:
-        """Count the elements per token that a norm of a plain layer saves: float32 input, normalised values,
-        output.
+        """Count the elements per token that a norm of a plain layer saves.
+
+        These are the float32 input, the normalised values and the output.
 
         ``output`` is false if no later layer saves the output.
         """
@@ -107,7 +108,7 @@ class Mixer(ABC):
         """
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the heads of keys and values; 0 for a mixer without keys and values of each token."""
+        """Return the number of heads of keys and values; 0 for a mixer without keys of each token."""
         return 0
 
     def key_size(self, shape: ModelShape) -> int:
@@ -123,15 +124,11 @@ class Mixer(ABC):
         return shape.heads * shape.head_dim
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return the forward FLOPs of one token for each key that it attends to, without those of
-        projections.
-        """
+        """Return the forward FLOPs of one token per key that it attends to, without projections."""
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token that do not depend on the number of keys, without
-        projections.
-        """
+        """Return the forward FLOPs of one token that do not grow with its keys, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
@@ -151,15 +148,11 @@ class Mixer(ABC):
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of heads that the tensor-parallel size of a trained model must divide; 0 for no
-        limit.
-        """
+        """Return the heads, by number, that a trained tensor-parallel size must divide; 0 for no limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return further heads that tensor parallelism divides, besides attention heads: plural noun ->
-        number.
-        """
+        """Return further heads that tensor parallelism divides: plural noun -> number."""
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
@@ -203,9 +196,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the number of inner elements that are computed for a token, summed over its experts if it
-        has any.
-        """
+        """Return the number of inner elements that are computed for a token, in all of its experts."""
 
     @abstractmethod
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -231,9 +222,7 @@ class FeedForward(ABC):
         return 0.0
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the widths that tensor parallelism divides: (noun, width, name of the size in
-        `ParallelLayout`).
-        """
+        """Return the widths that tensor parallelism divides: (noun, width, size of `ParallelLayout`)."""
         return []
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ROUTED_COPIES = 5
 
 @dataclass(frozen=True)
 class Experts(FeedForward):
-    """Mixture of experts with the sizes of `ModelShape`."""
+    """Mixture of experts: a router, routed experts and shared experts, with the sizes of `ModelShape`."""
 
     name: ClassVar[str] = "experts"
     routed: ClassVar[bool] = True
@@ -60,9 +60,7 @@ class Experts(FeedForward):
         return shape.experts_per_token * shape.expert_width + shape.shared_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: inner elements of all experts, routed tokens, and the router's
-        numbers.
-        """
+        """Count the saved elements per token: of all experts, of their inputs, and of the router."""
         shape = layer.shape
         # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
         experts_per_token = shape.experts_per_token / layer.token_shards
@@ -75,8 +73,9 @@ class Experts(FeedForward):
         return shared + routed + (inputs + _router_elements(layer) / layer.token_shards)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of the copies of a routed token: sorted, exchanged, sorted by expert,
-        multiplied, combined.
+        """Count the elements of the copies of a token for its routed experts.
+
+        Copies are sorted, exchanged, sorted by expert, multiplied, and combined.
         """
         shape = layer.shape
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
@@ -86,9 +85,7 @@ class Experts(FeedForward):
         return 4 + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of copies of routed tokens besides the saved one; in fused layers two gradients
-        instead.
-        """
+        """Count the elements of unsaved copies of routed tokens; in fused layers of two gradients."""
         shape = layer.shape
         copies = ROUTED_COPIES - 1
         if layer.fused:

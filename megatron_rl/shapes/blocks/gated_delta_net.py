@@ -27,7 +27,7 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """Gated delta net with the ``linear_`` sizes of `ModelShape`."""
+    """Mixer with a recurrent state in place of keys, with the ``linear_`` sizes of `ModelShape`."""
 
     name: ClassVar[str] = "gated_delta_net"
     noun: ClassVar[str] = "gated delta nets"
@@ -146,7 +146,7 @@ class GatedDeltaNet(Mixer):
 
 
 def _weight(name: str, cut: Cut, *sources: Source) -> Weight:
-    """Return a parameter of the module; the sources are named below ``linear_attn``."""
+    """Make a weight of the delta net; names of its sources are below ``linear_attn`` in checkpoints."""
     renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
     return Weight(f"self_attention.{name}", cut, renamed)
 

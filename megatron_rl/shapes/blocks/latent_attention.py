@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
-    """Latent attention with the sizes of `ModelShape`."""
+    """Attention whose keys and values are expanded from one latent, with the sizes of `ModelShape`."""
 
     name: ClassVar[str] = "latent_attention"
     noun: ClassVar[str] = "layers of latent attention"
@@ -34,7 +34,7 @@ class LatentAttention(Mixer):
         return shape.qk_nope + shape.qk_rope
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value."""
+        """Return the size of one head's value once the latent is expanded."""
         return shape.v_head_dim
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
@@ -95,8 +95,7 @@ class LatentAttention(Mixer):
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 h (d_qk + d_v): two FLOPs per element of each of h heads' queries, and of each head's
-        output.
+        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
 
         A query element is multiplied by one of the key, and a probability by each element of the value.
         """
@@ -107,7 +106,7 @@ class LatentAttention(Mixer):
         return shape.kv_lora + shape.qk_rope
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size of a token's cache, which all heads share."""
+        """Return the size of a token's cache, by which engines choose a kernel: all heads share it."""
         return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
@@ -115,8 +114,9 @@ class LatentAttention(Mixer):
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token of a rank's queries, outputs, keys and values; every head has separate
-        ones.
+        """Count the elements per token of a rank's queries, outputs, keys and values.
+
+        Every head has a separate key and value.
         """
         return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
@@ -166,7 +166,7 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
-    """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
+    """Make a weight of latent attention; ``source`` is named below ``self_attn`` in checkpoints."""
     prefix = "self_attention."
     fused_name = ""
     if fused:

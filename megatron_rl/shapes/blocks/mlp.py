@@ -79,7 +79,7 @@ def matrices(
 def biases(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
-    """Yield the biases of `matrices`, with the same arguments."""
+    """Yield the biases of the matrices that `matrices` yields for the same arguments."""
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
     fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
