@@ -57,7 +57,8 @@ class _Segment:
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
-        return view.reshape(-1).view(torch.uint8)
+        # A box of one element has the stride 0, with which torch cannot view bytes.
+        return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass

@@ -21,7 +21,9 @@ from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_p
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.published import presets, shape_of
+from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
+from megatron_rl.weights.transfer import _Segment
 from tests.hf_models import config_of, save_model
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -87,6 +89,14 @@ def test_scalars_of_layers_are_buffers_that_exports_have_bit_for_bit(tmp_path: P
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def test_a_tensor_of_one_element_is_sent_as_its_bytes() -> None:
+    """The stride of its only dimension is 0 in a box, as that of every dimension of size 1."""
+    scalar = torch.tensor([3.0])
+    view = view_of(scalar, TensorBox("layer_scalar", (0,), (1,), 0, "0", 0, (0,)))
+    stored = _Segment((view,), torch.float32, 0).in_place()
+    assert stored is not None and stored.tolist() == scalar.view(torch.uint8).tolist()
 
 
 def test_a_layer_is_described_with_its_own_heads(tmp_path: Path) -> None:

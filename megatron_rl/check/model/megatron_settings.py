@@ -63,7 +63,8 @@ _MODEL_FIELDS = """
     moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size init_method_std
-    heterogeneous_block_specs is_hybrid_model experimental_attention_variant linear_attention_freq
+    heterogeneous_block_specs hetereogenous_dist_checkpoint is_hybrid_model
+    experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
     linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
     mamba_training_ssm_states_dtype use_mamba_mem_eff_path dsa_indexer_head_dim dsa_indexer_k_norm_epsilon

@@ -149,10 +149,14 @@ class Attention(Mixer):
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the setting for a gate on attention's output, or no setting without such a gate."""
-        if not shape.output_gate:
-            return {}
-        return {"attention_output_gate": True}
+        """Return the fields of a gate on the output, and of layers with different heads."""
+        settings: dict[str, Any] = {}
+        if shape.output_gate:
+            settings["attention_output_gate"] = True
+        if self.head_dim or self.kv_heads:
+            # Tensors of different shapes are stored one by one, not those of all layers as one tensor.
+            settings["hetereogenous_dist_checkpoint"] = True
+        return settings
 
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
