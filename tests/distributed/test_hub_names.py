@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.hf.files import write_index
 from tests.conftest import Launch, Launcher, RankServer
 from tests.hub_server import COMMIT, hub
 
@@ -113,12 +113,13 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
     (model / "model.safetensors").unlink()
     (model / "checksums.json").unlink()
     names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, model / file)
-        weight_map |= dict.fromkeys(part, file)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    files = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, model / file, {"format": "pt"})
+    write_index(model, files, sum(tensor.nbytes for tensor in tensors.values()))
     data = repositories / "datasets/Org/sums/main"
     records = (data / "train-0.jsonl").read_text().splitlines(keepends=True)
     (data / "train-0.jsonl").write_text("".join(records[::2]))
