@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -368,13 +368,14 @@ class Launcher:
 class RankServer:
     """Client of ``rank_server.py``, which starts with the first launch.
 
-    ``packages`` are additional folders on the ranks' PYTHONPATH. The ranks' communication is checked against
-    the rules of NCCL; see ``nccl_rules.py``.
+    ``packages`` are additional folders on the ranks' PYTHONPATH, and ``environment`` has variables that
+    libraries read when they are imported; a launch's own come too late for these. The ranks' communication is
+    checked against the rules of NCCL; see ``nccl_rules.py``.
     """
 
-    def __init__(self, folder: Path, *packages: Path) -> None:
+    def __init__(self, folder: Path, *packages: Path, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._packages = packages
+        self._environment = launch_environment(*packages) | dict(environment or {})
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -392,7 +393,7 @@ class RankServer:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests/rank_server.py")],
                 cwd=ROOT,
-                env=launch_environment(*self._packages),
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # select does not see data in Python's buffer
@@ -445,6 +446,13 @@ class RankServer:
         if broken:
             pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
+
+    def __enter__(self) -> Launcher:
+        self._folder.mkdir(exist_ok=True)
+        return Launcher(self.launch)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop the server."""

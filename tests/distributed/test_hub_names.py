@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.conftest import Launch, Launcher, RankServer
 from tests.hub_server import COMMIT, hub
 
 
@@ -42,32 +42,32 @@ def write_config(folder: Path, model: str = "hf://Org/tiny") -> Path:
     return file
 
 
-def environment(cache: Path, address: str | None) -> dict[str, str]:
-    """Return the environment of a command on a machine that reaches a Hub, or none."""
+@contextmanager
+def machine(folder: Path, cache: Path, address: str | None) -> Iterator[Launcher]:
+    """Fork commands as on a machine that reaches a Hub, or none; huggingface_hub reads it when imported."""
     offline = "1" if address is None else "0"
-    return {
+    environment = {
         "HF_ENDPOINT": address or "http://127.0.0.1:9",
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": offline,
         "HF_HUB_DISABLE_XET": "1",
     }
+    with RankServer(folder, environment=environment) as fork:
+        yield fork
 
 
-def check(config: Path, cache: Path, address: str | None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_rl", "check", str(config), "--world-size", "2"]
-    return subprocess.run(
-        command, env=os.environ | environment(cache, address), capture_output=True, text=True, timeout=120
-    )
+def check(fork: Launcher, config: Path) -> Launch:
+    return fork("megatron_rl", 1, "check", config, "--world-size", 2, module=True, check=False)
 
 
 def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
-    repositories: Path, torchrun, tmp_path: Path
+    repositories: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path)
     cache = tmp_path / "cache"
-    with hub(repositories) as server:
+    with hub(repositories) as server, machine(tmp_path / "online", cache, server.address) as fork:
         # A check needs the model's sizes and the data, and leaves the weights where they are.
-        found = check(config, cache, server.address)
+        found = check(fork, config)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "READY once the missing files exist" in found.stdout
         assert "hf://Org/tiny is not downloaded yet" in found.stdout
@@ -75,7 +75,7 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
         assert not [line for line in server.requests if line.endswith(".safetensors")]
 
         server.requests.clear()
-        torchrun("megatron_rl", 2, "train", config, module=True, env=environment(cache, server.address))
+        fork("megatron_rl", 2, "train", config, module=True)
         fetched = [line for line in server.requests if line.startswith("GET") and "resolve" in line]
         assert [line.rpartition("/")[2] for line in fetched] == ["model.safetensors"], (
             "two ranks, one download"
@@ -86,32 +86,29 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
     saved = (tmp_path / "run" / "config.yaml").read_text()
     assert f"snapshots/{COMMIT}" in saved
 
-    found = check(config, cache, None)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "READY: " in found.stdout
-    resumed = torchrun(
-        "megatron_rl", 2, "train", config, "steps=2", module=True, env=environment(cache, None)
-    )
+    with machine(tmp_path / "offline", cache, None) as fork:
+        found = check(fork, config)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert "READY: " in found.stdout
+        resumed = fork("megatron_rl", 2, "train", config, "steps=2", module=True)
     assert "resum" in resumed.stdout + resumed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_2").exists() or "step 2" in resumed.stdout
 
 
-def test_without_a_network_the_command_that_downloads_is_named(torchrun, tmp_path: Path) -> None:
+def test_without_a_network_the_command_that_downloads_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    cache = tmp_path / "cache"
-    found = check(config, cache, None)
+    with machine(tmp_path / "offline", tmp_path / "cache", None) as fork:
+        found = check(fork, config)
+        launch = fork("megatron_rl", 1, "train", config, module=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "hf download Org/tiny" in found.stdout
     assert 'hf download Org/sums --repo-type dataset --include "main/train-*.jsonl"' in found.stdout
 
-    launch = torchrun(
-        "megatron_rl", 1, "train", config, module=True, check=False, env=environment(cache, None)
-    )
     assert launch.returncode != 0
     assert "hf://Org/tiny is not downloaded yet" in launch.stdout + launch.stderr
 
 
-def test_a_malformed_name_says_how_names_are_written(tmp_path: Path) -> None:
-    found = check(write_config(tmp_path, "hf://tiny"), tmp_path / "cache", None)
+def test_a_malformed_name_says_how_names_are_written(fork: Launcher, tmp_path: Path) -> None:
+    found = check(fork, write_config(tmp_path, "hf://tiny"))
     assert found.returncode == 2
     assert "hf://ORG/NAME of a model" in found.stdout + found.stderr

@@ -81,6 +81,7 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
         assert "recompute" not in str(error.fix) and "actor.offload" not in str(error.fix)
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -165,6 +166,7 @@ def test_settings_of_megatron_without_effect_are_refused(name: str, value: objec
     assert not check_model_settings({name: off})
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_settings_that_are_handed_on_untried_are_said() -> None:
     (warning,) = check("rollout.vllm={kv_cache_dtype: fp8, max_num_seqs: 4}").warnings
     assert "never tried here" in warning.message and warning.got == "kv_cache_dtype: fp8"
@@ -173,6 +175,7 @@ def test_settings_that_are_handed_on_untried_are_said() -> None:
     assert warning.got == "check_for_large_grads: True"
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     ("override", "need"),
     [
@@ -205,7 +208,7 @@ def missing_packages(name: str) -> tuple[Path | None, str | None]:
 
 
 def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
-    """Megatron itself then refuses what needs a package that is not here."""
+    """Megatron itself, imported anew, then refuses what needs a package that is not here."""
     if has_transformer_engine():
         return
     config = load("config.yaml", ["actor.megatron.moe_permute_fusion=true"])

@@ -14,7 +14,7 @@ from megatron_rl.config.load import load
 from megatron_rl.config.other_names import NO_COUNTERPART, foreign_keys
 from megatron_rl.errors import UserError, nearest
 
-pytestmark = pytest.mark.usefixtures("functions_load_once")
+pytestmark = pytest.mark.usefixtures("functions_load_once", "forked_trials")
 
 TABLE = {
     written: answer
