@@ -42,6 +42,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Variables of ranks that execute Megatron's fused functions without compiling them.
+
+Tiny models run in less time than torch.compile takes in each process, a third of a layout's step.
+"""
+COMPILED = {"TORCHDYNAMO_DISABLE": "0"}
 USED_PORTS: set[int] = set()
 DESELECTED = pytest.StashKey[list[str]]()
 
@@ -328,8 +334,11 @@ def rank_server(tmp_path_factory) -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
-    """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed."""
-    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN)
+    """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed.
+
+    These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
+    """
+    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=COMPILED)
     yield Launcher(server.launch)
     server.close()
 
@@ -375,7 +384,7 @@ class RankServer:
 
     def __init__(self, folder: Path, *packages: Path, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._environment = launch_environment(*packages) | dict(environment or {})
+        self._environment = launch_environment(*packages) | UNCOMPILED | dict(environment or {})
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
