@@ -18,6 +18,7 @@ def groups() -> ParallelGroups:
     return ParallelGroups(ParallelLayout((0,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

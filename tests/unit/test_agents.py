@@ -334,6 +334,7 @@ TOOLS = (
 TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
 
 
+@pytest.mark.slow
 def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOOLS
@@ -363,6 +364,7 @@ class Calling(Environment):
 """
 
 
+@pytest.mark.slow
 def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
     (tmp_path / "calling.py").write_text(CALLING)
     tokenizer = build_tokenizer()

@@ -207,6 +207,7 @@ def missing_packages(name: str) -> tuple[Path | None, str | None]:
     return find_module(name)
 
 
+@pytest.mark.slow
 def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
     """Megatron itself, imported anew, then refuses what needs a package that is not here."""
     if has_transformer_engine():

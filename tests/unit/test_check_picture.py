@@ -34,6 +34,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
     return [element.text or "" for element in picture.iter(f"{SVG}text")]
 
 
+@pytest.mark.slow
 def test_a_job_of_any_size_is_drawn_with_its_replicas_collapsed(tmp_path: Path) -> None:
     picture = drawn(tmp_path / "large.svg", "configs/bench/deepseek-v3-1024gpu.yaml")
     shown = texts(picture)

@@ -166,6 +166,7 @@ ON_H100 = (
 """Check of a run that needs a tracker, Transformer Engine's FP8, and a package that its loss imports."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_check_on_a_gpu_does_not_depend_on_this_machine(
     installed: bool, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def lines_of(name: str) -> Iterator[str]:
     yield from (code for code in CODE.findall(text) if COMMAND.match(code))
 
 
+@pytest.mark.slow
 def test_the_documentation_builds_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mkdocs.commands.build import build
     from mkdocs.config import load_config

@@ -264,6 +264,7 @@ def test_a_setting_that_an_environment_lacks_is_none_of_the_configuration(hosts)
     assert "rollout.temperature" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "RESTART_DELAYS", (0.1,))
     mark, path = tmp_path / "killed", tmp_path / "dying.py"

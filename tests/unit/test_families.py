@@ -66,6 +66,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert {config_of(family).model_type for family in FAMILIES} == set(TABLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(family, workspace: Path) -> None:
     saved, exported = workspace / "saved", workspace / "exported"

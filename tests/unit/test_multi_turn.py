@@ -156,6 +156,7 @@ def turns_of(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return turns
 
 
+@pytest.mark.slow
 def test_interruptions_and_environments_made_anew_change_nothing(hosts: EnvironmentPool):
     groups = started(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
     whole = to_rollouts(sample(hosts, groups, None))

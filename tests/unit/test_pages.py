@@ -74,6 +74,7 @@ def build_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_no_page_cuts_a_table_or_code_at_the_width_of_a_laptop_or_a_phone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

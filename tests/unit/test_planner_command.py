@@ -51,7 +51,10 @@ def checked(path: Path):
         pytest.param(("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"), marks=pytest.mark.slow),
         pytest.param(("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"), marks=pytest.mark.campaign),
         ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
-        ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
+        pytest.param(
+            ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--open-order"),
             marks=pytest.mark.campaign,
@@ -61,7 +64,7 @@ def checked(path: Path):
             marks=pytest.mark.campaign,
         ),
         pytest.param(("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"), marks=pytest.mark.campaign),
-        ("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"),
+        pytest.param(("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"), marks=pytest.mark.slow),
         ("llama-3-70b", "--gpus", "16", "--lora-rank", "64"),
         pytest.param(
             ("qwen3-30b-a3b", "--gpus", "16", "--algorithm", "ppo", "--lora-rank", "16"),
@@ -123,6 +126,7 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     assert is_initial_actor(run.config, "reference")
 
 
+@pytest.mark.slow
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:
     out, record = tmp_path / "plan.yaml", tmp_path / "plan.json"
     words = ("llama-3-70b", "--gpus", "64", "--one-step-off")

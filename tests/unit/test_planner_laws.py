@@ -52,12 +52,14 @@ def in_campaign(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.campaign)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3.1-8b", in_campaign("qwen3-30b-a3b"), in_campaign("qwen3-32b")])
 def test_more_gpus_are_never_slower_at_the_optimum(model: str) -> None:
     totals = [search(problem(model, gpus)).plans[0].step.total for gpus in (16, 64, 256)]
     assert totals == sorted(totals, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", in_campaign("ppo")])
 def test_more_memory_is_never_worse(algorithm: str) -> None:
     base = problem("qwen3-32b", 32, algorithm=algorithm)
@@ -130,6 +132,7 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
                 assert entry.choice.layout.size == group.gpus
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
     ("model", "gpus"), [("qwen2.5-7b", 8), ("qwen2.5-7b", 16), in_campaign("qwen3-32b", 32)]
@@ -152,6 +155,7 @@ def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algo
         assert not shares_nodes or "share nodes" in reasons
 
 
+@pytest.mark.slow
 def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_node() -> None:
     batch = StepBatch(256, 8, 1, 1024.0, response_lengths(2731.0, 8192.0, "variable"), 9216.0)
     for algorithm in ROLES:
@@ -164,6 +168,7 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
         assert is_aligned or algorithm == "ppo", "training four models needs more than a node"
 
 
+@pytest.mark.slow
 def test_every_placement_is_searched() -> None:
     names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
     assert {
@@ -190,6 +195,7 @@ def test_an_open_order_saves_the_wait_for_the_longest_and_computes_caches_anew()
         assert least < generate_seconds(asked.models["actor"], rollout, batch, asked.machine) / closed < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "algorithm", "most"),
     [

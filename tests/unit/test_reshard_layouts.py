@@ -57,6 +57,7 @@ SIZES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", represented())
 @settings(max_examples=20, deadline=None)
 @given(sizes=SIZES, places=st.sampled_from([1, 2, 4]), vocabulary=st.integers(65, 200), data=st.data())
@@ -125,6 +126,7 @@ def least_sent(plan):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["70b", "235b", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("405b", "v3"))]
 )

@@ -180,6 +180,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvironmentPool]:
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(None,), (20,) * 12], ids=["at once", "in parts"])
 def test_turns_end_at_stop_texts_and_the_observations_follow(
     tokenizer: Any, hosts: EnvironmentPool, limits: tuple[int | None, ...]
