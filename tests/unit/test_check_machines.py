@@ -210,9 +210,8 @@ def missing_packages(name: str) -> tuple[Path | None, str | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_trials")
 def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
-    """Megatron itself then refuses what needs a package that is not here."""
+    """Megatron itself, imported anew, then refuses what needs a package that is not here."""
     if has_transformer_engine():
         return
     config = load("config.yaml", ["actor.megatron.moe_permute_fusion=true"])
