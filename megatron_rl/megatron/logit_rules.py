@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_rl.types import BANNED, LogitRules, SamplingParameters, row_index
+from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 
 @dataclass(frozen=True)
@@ -241,17 +241,14 @@ def build_row_rules(
 def token_temperatures(
     temperature: Tensor,
     lengths: Tensor,
-    rules: Sequence[LogitRules | None] | None,
+    rules: Sequence[LogitRules | None],
 ) -> Tensor:
     """Return the sampling temperature of each token of a micro-batch: [N] float32.
 
-    ``temperature`` [B] is that of each row, ``lengths`` [B] its tokens, and ``rules`` its rules. Where it
-    changes over the tokens of a turn, only values of sampled tokens have a meaning.
+    ``temperature`` [N] is that of each token's row; ``lengths`` [B] and ``rules`` have an entry per row.
+    Where the temperature changes over the tokens of a turn, only values of sampled tokens have a meaning.
     """
-    temperatures = temperature[row_index(lengths)]
-    if rules is None:
-        return temperatures
-
+    temperatures = temperature.clone()
     for values, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
         if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
             continue

@@ -209,7 +209,9 @@ def _pack(
         mask[first_tokens] = False  # no hidden state predicts a row's first token
     selected = mask.nonzero()[:, 0]
     rules = _rules(batch, rows)
-    temperature = token_temperatures(batch.temperature[row_index], lengths, rules)
+    temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
+    if rules is not None:
+        temperature = token_temperatures(temperature, lengths, rules)
 
     # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
     # runs equally many micro-batches.

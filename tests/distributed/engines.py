@@ -120,7 +120,9 @@ def supports(rollouts: Rollouts, vocabulary: int) -> torch.Tensor:
 
 def transformers_agree(reference: TorchEngine, rollouts: Rollouts) -> None:
     """Compare the engine's log-probs with transformers' own, computed at each token's temperature."""
-    temperatures = token_temperatures(rollouts.temperature, rollouts.lengths, rollouts.rules)
+    temperatures = rollouts.temperature.repeat_interleave(rollouts.lengths)
+    if rollouts.rules is not None:
+        temperatures = token_temperatures(temperatures, rollouts.lengths, rollouts.rules)
     for row, mask, values, allowed, temperature in zip(
         split_rows(rollouts.tokens, rollouts.lengths),
         split_rows(rollouts.response_mask, rollouts.lengths),

@@ -89,7 +89,9 @@ def test_schedules_over_tokens_go_on_in_later_steps_and_after_a_resume(fork, mat
         "partial": True,
         "round_tokens": 2,
         "max_response_tokens": 24,
-        "min_response_tokens": 2,
+        "min_response_tokens": 3,
+        # Short responses of many lengths: others go on in the next step.
+        "stop": ["1", "2", "3"],
         "sampling_profiles": {"hot": HEATED, "narrow": NARROW},
     }
     if turns == 2:
@@ -111,7 +113,11 @@ def test_schedules_over_tokens_go_on_in_later_steps_and_after_a_resume(fork, mat
     again = run(tmp_path / "again", material, **changes)
     resumed(tmp_path / "whole", "again", 2, 4)
     fork("megatron_rl", 3, "train", again, module=True)
-    assert numbers(tmp_path / "again") == numbers(tmp_path / "whole")
+    # Environments answer in any order, so that sums of a batch differ in their last digits.
+    pairs = zip(numbers(tmp_path / "again"), numbers(tmp_path / "whole"), strict=True)
+    for found, expected in pairs:
+        for name in ("policy/loss", "reward/mean", "response/length"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), (found["step"], name)
 
     # Samples of a hot prompt begin alike, and go on differently.
     tasks = {record["prompt"]: record["task"] for record in records}

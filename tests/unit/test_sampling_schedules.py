@@ -153,7 +153,9 @@ def test_engines_report_the_distribution_that_each_token_was_sampled_from(rollou
 def test_trainer_has_the_values_and_gradients_of_the_same_distribution(rollouts: Rollouts):
     states, weight = (tensor.requires_grad_() for tensor in embeddings())
     selected = rollouts.response_mask.nonzero()[:, 0]
-    temperature = token_temperatures(rollouts.temperature, rollouts.lengths, rollouts.rules)[selected]
+    assert rollouts.rules is not None
+    of_rows = rollouts.temperature.repeat_interleave(rollouts.lengths)
+    temperature = token_temperatures(of_rows, rollouts.lengths, rollouts.rules)[selected]
     wanted, _ = expected(rollouts, states, weight)
     # Without a penalty the trainer's tiles need no rules, which `test_logit_rules` compares.
     plain = torch.tensor([ROWS[row].repetition_penalty == 1 for row in range(len(ROWS))])
@@ -178,9 +180,9 @@ def test_trainer_has_the_values_and_gradients_of_the_same_distribution(rollouts:
 
 def test_temperatures_begin_anew_with_each_turn_of_packed_rows():
     rules = LogitRules(HEATED, 2, turn_starts=(2, 9, 12))
-    temperatures = token_temperatures(
-        torch.tensor([0.4, 0.9]), torch.tensor([14, 3]), [rules, LogitRules(SamplingParameters(), 1)]
-    )
+    lengths = torch.tensor([14, 3])
+    of_rows = torch.tensor([0.4, 0.9]).repeat_interleave(lengths)
+    temperatures = token_temperatures(of_rows, lengths, [rules, LogitRules(SamplingParameters(), 1)])
     turn = [linear(0.4, 1.7, 5, position) for position in range(7)]
     wanted = [0.4, 0.4, *turn, *turn[:3], *turn[:2], 0.9, 0.9, 0.9]
     torch.testing.assert_close(temperatures, torch.tensor(wanted))

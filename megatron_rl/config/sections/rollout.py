@@ -7,7 +7,7 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -39,7 +39,6 @@ from megatron_rl.config.sections.response_limits import (
 )
 from megatron_rl.config.sections.schedules import (
     LOWEST_TEMPERATURE,
-    ScheduledValue,
     changes_over_steps,
     changes_over_tokens,
     schedule_errors,
@@ -533,12 +532,12 @@ class RolloutConfig:
     @property
     def changes_over_tokens(self) -> bool:
         """Return whether the temperature or top-p of any task changes over the tokens of a turn."""
-        return any(changes_over_tokens(value) for _, value in _scheduled_values(self))
+        return any(changes_over_tokens(value) for _, value in _schedules(self))
 
     @property
     def changes_over_steps(self) -> bool:
         """Return whether the temperature or top-p of any task changes over steps."""
-        return any(changes_over_steps(value) for _, value in _scheduled_values(self))
+        return any(changes_over_steps(value) for _, value in _schedules(self))
 
     def task_setting(self, task: str, name: str) -> Any:
         """Return a task's value of a sampling setting: that of its profile, else that of the rollout."""
@@ -547,21 +546,25 @@ class RolloutConfig:
 
 def changes_temperature(rollout: RolloutConfig) -> bool:
     """Return whether the temperature of any task changes over steps."""
-    return any(changes_over_steps(settings["temperature"]) for _, settings in task_settings(rollout))
+    return any(
+        path.endswith(".temperature") and changes_over_steps(value) for path, value in _schedules(rollout)
+    )
 
 
-def _scheduled_values(rollout: RolloutConfig) -> Iterator[tuple[str, ScheduledValue]]:
-    """Yield the path and the value of each temperature and top-p, in the rollout and in each profile."""
+def _schedules(rollout: RolloutConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the path and the value of each temperature and top-p that is a section, not a number."""
     for name in ("temperature", "top_p"):
-        yield f"rollout.{name}", getattr(rollout, name)
+        values = {f"rollout.{name}": getattr(rollout, name)}
         for task, profile in rollout.sampling_profiles.items():
-            if name in profile:
-                yield f"rollout.sampling_profiles.{task}.{name}", profile[name]
+            values[f"rollout.sampling_profiles.{task}.{name}"] = profile.get(name)
+        for path, value in values.items():
+            if isinstance(value, Mapping):
+                yield path, value
 
 
 def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of temperatures and top-p that are schedules, in the rollout and in each profile."""
-    for path, value in _scheduled_values(rollout):
+    for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
         # A positive temperature near 0 would be raised, so that it would not change linearly.
         lowest = LOWEST_TEMPERATURE if name == "temperature" else 0.0

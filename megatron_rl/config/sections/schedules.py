@@ -87,13 +87,13 @@ def smallest_value(value: ScheduledValue) -> float:
     return value if convert_value(float, value)[0] else float("inf")
 
 
-def schedule_errors(path: str, value: Any, bounds: Setting, lowest: float = 0.0) -> Iterator[UserError]:
-    """Yield the errors of a value at ``path`` that is a section; other values have none here.
+def schedule_errors(
+    path: str, value: Mapping[str, Any], bounds: Setting, lowest: float = 0.0
+) -> Iterator[UserError]:
+    """Yield the errors of a section at ``path``.
 
     ``bounds`` describes the key, and ``lowest`` is the smallest number of a schedule over tokens.
     """
-    if not isinstance(value, Mapping):
-        return
     if not changes_over_tokens(value):
         yield from _step_errors(path, value, bounds)
         return
