@@ -46,8 +46,6 @@ class Recording:
     """Commands as on the page, in the order in which they run."""
     run_dir: str
     """Folder of the run: removed before the first command."""
-    fails: bool = False
-    """Whether a command may exit with an error, which the page explains."""
     curve: bool = False
     """Whether the page shows the run's curve."""
 
@@ -55,7 +53,6 @@ class Recording:
 _TRAINED = "model.path=runs/quickstart/hf sft=null"
 """The quickstart's model in place of a warm-up: a run of seconds."""
 _RESUMED = f"NPROC=2 launch/local.sh launch/examples/dataflow/run.yaml {_TRAINED} run_dir=runs/resumed"
-_UNHEALTHY = f"launch/examples/own_reward/run.sh {_TRAINED} run_dir=runs/unhealthy steps=10"
 RECORDINGS = {
     "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
     "first_hour": Recording(
@@ -88,11 +85,6 @@ RECORDINGS = {
         ),
         "runs/resumed",
     ),
-    "when_it_goes_wrong": Recording(
-        (f"{_UNHEALTHY} actor.optimizer.learning_rate=0.1",),
-        "runs/unhealthy",
-        fails=True,
-    ),
 }
 """Name of a page of docs/tutorials -> what is recorded for it."""
 
@@ -101,7 +93,7 @@ def record(name: str) -> None:
     """Run the commands of one tutorial, and write its console and its curve."""
     recording = RECORDINGS[name]
     shutil.rmtree(ROOT / recording.run_dir, ignore_errors=True)
-    consoles = [console(command, recording.fails) for command in recording.commands]
+    consoles = [console(command) for command in recording.commands]
 
     folder = ROOT / "docs/recorded"
     folder.mkdir(exist_ok=True)
@@ -113,7 +105,7 @@ def record(name: str) -> None:
         picture.write_text(curve(name, records), encoding="utf-8")
 
 
-def console(command: str, fails: bool) -> str:
+def console(command: str) -> str:
     """Run one command and return it with its output, in short and without paths of this machine."""
     # As after `source .venv/bin/activate`, which the pages ask for.
     environment = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
@@ -126,7 +118,7 @@ def console(command: str, fails: bool) -> str:
         text=True,
         check=False,
     )
-    if result.returncode and not fails:
+    if result.returncode:
         raise SystemExit(f"{command} exits with {result.returncode}:\n{result.stdout}")
 
     text = result.stdout.replace(f"{ROOT}/", "").replace(str(ROOT), "~/megatron_rl")
