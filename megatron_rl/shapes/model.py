@@ -147,7 +147,7 @@ class ModelShape:
 
     @property
     def config_class(self) -> str:
-        """Return the name of Megatron's configuration class for the model."""
+        """Return the name of Megatron's configuration class that the model's mixers need."""
         names = {mixer.config_class for mixer in self.mixers}
         return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
 
@@ -413,12 +413,12 @@ class ModelShape:
 
     @cached_property
     def layer_flops(self) -> float:
-        """Return the forward FLOPs per token of the layers, two per active parameter."""
+        """Return the FLOPs per token of the layers in a forward pass, two per active parameter."""
         return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:
-        """Return the forward FLOPs per token of the output projection."""
+        """Return the FLOPs per token of the output projection in a forward pass."""
         return 2.0 * self.embedding_parameters
 
     def forward_flops(self, context: float) -> float:

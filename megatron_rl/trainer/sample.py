@@ -203,7 +203,7 @@ class RolloutSource:
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
     def _staleness(self, rollouts: Rollouts) -> Metrics:
-        """Return metrics of the selected rows' age, unless the run samples ahead; see `staleness`."""
+        """Return `staleness` metrics of the selected rows; none if the run samples ahead."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()
