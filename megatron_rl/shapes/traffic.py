@@ -433,7 +433,7 @@ class _Engine:
         return adapter_weights(weights, self.lora)
 
     def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
-        """Return the bytes of ``weights``, of a layer or outside the layers, that pairs of ranks both hold."""
+        """Return the bytes of ``weights`` (a layer, or those outside the layers) that pairs of ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
 
@@ -474,7 +474,7 @@ class _Engine:
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
     def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes that a trainer rank and an engine rank both hold: [trainer ranks][engine ranks]."""
+        """Return the bytes that a trainer and an engine rank both hold, [trainer ranks][engine ranks]."""
         engine_ranks = self.replica_size
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
