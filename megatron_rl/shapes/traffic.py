@@ -355,7 +355,7 @@ class _LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Engine:
-    """Replica of a rollout engine, which needs the weights of one model."""
+    """One replica of a rollout engine, which receives the weights of one model in each weight sync."""
 
     shape: ModelShape
     replica_size: int

@@ -84,7 +84,7 @@ class SampledBatch:
     """
 
     prompts: PromptBatch
-    """P prompts."""
+    """The P prompts, each with the same number of samples."""
     rollouts: Rollouts
     """P * samples rows; the rows of a prompt are consecutive."""
     greedy: Rollouts | None
