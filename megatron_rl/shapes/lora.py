@@ -40,7 +40,7 @@ class Lora(NamedTuple):
     """
 
     rank: int
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     targets: tuple[str, ...]
     """Megatron's linear layers with an adapter, of `TARGETS`."""
 
@@ -65,7 +65,7 @@ class AdaptedModel(PretrainedModel):
     """
 
     rank: int = 1
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     alpha: float = 1.0
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()

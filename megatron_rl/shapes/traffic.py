@@ -363,7 +363,7 @@ class _Engine:
     itemsize: int
     """Bytes of an element."""
     whole_experts: bool = False
-    """Each rank holds complete experts (vLLM's expert parallelism)."""
+    """Whether each rank holds complete experts (vLLM's expert parallelism)."""
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
