@@ -306,13 +306,13 @@ class PromptBatch(_Rows):
     tasks: tuple[str, ...]
     """P task names."""
     prompts: tuple[str, ...]
-    """P prompt texts."""
+    """Texts of the P prompts."""
     ground_truths: tuple[Any, ...]
     """P reference answers of any type."""
     metadata: tuple[Mapping[str, Any], ...]
     """P mappings: the remaining fields of each record."""
     sampling: tuple[SamplingParameters, ...]
-    """P sampling parameters."""
+    """Sampling parameters of each of the P prompts."""
 
     TOKEN_FIELDS = ("tokens",)
     ROW_FIELDS = ("lengths", "prompt_ids")

@@ -89,7 +89,7 @@ class Aggregation(Piece, ABC):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """Mean over all tokens of the mini-batch: 1 / N.
+    """Mean over all tokens of the mini-batch: token weight 1 / N.
 
     Source: DAPO, arXiv:2503.14476, equation 12.
 
@@ -106,7 +106,7 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True)
 class TokenSum(Aggregation):
-    """Sum over all tokens of the mini-batch: 1.
+    """Sum over all tokens of the mini-batch: token weight 1.
 
     Example:
         >>> TokenSum().loss_weights(torch.tensor([True, False]), torch.tensor([2])).tolist()
@@ -120,7 +120,7 @@ class TokenSum(Aggregation):
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum(Aggregation):
-    """Mean over responses of the sum over their tokens: 1 / B.
+    """Mean over responses of the sum over their tokens: token weight 1 / B.
 
     Example:
         >>> SeqMeanTokenSum().loss_weights(torch.ones(3) > 0, torch.tensor([1, 2])).tolist()
@@ -134,7 +134,7 @@ class SeqMeanTokenSum(Aggregation):
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm(Aggregation):
-    """Mean over responses of the sum over their tokens, divided by a constant: 1 / (B scale_factor).
+    """Mean over responses of their token sum, divided by a constant: token weight 1 / (B scale_factor).
 
     Source: Dr.GRPO, arXiv:2503.20783, with the longest possible response as the constant.
 
@@ -176,7 +176,7 @@ class SeqMeanTokenSumNorm(Aggregation):
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean(Aggregation):
-    """Mean over responses of the mean over their tokens: 1 / (B n_i).
+    """Mean over responses of the mean over their tokens: token weight 1 / (B n_i).
 
     Source: GRPO, arXiv:2402.03300, equation 3.
 

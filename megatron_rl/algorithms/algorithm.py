@@ -295,7 +295,7 @@ class Kind:
     method: str
     """Name of the method with the equation, which a user's piece must have."""
     arguments: tuple[str, ...]
-    """Arguments of the method, in the order of the call."""
+    """Names of the arguments of ``method``, in the order of the call."""
     of_function: Callable[[Any], Piece] | None = None
     """Constructor of a piece from a user's function; None if the kind accepts only classes."""
 

@@ -31,15 +31,15 @@ class PreferencePairs:
     chosen: Tensor
     """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
     rejected: Tensor
-    """[P], the policy's log-probs of the other responses, likewise."""
+    """[P], the policy's log-probs of the rejected responses, summed and with gradient too."""
     ref_chosen: Tensor
-    """[P], the reference's log-probs of the preferred responses."""
+    """[P], the reference policy's log-probs of the preferred responses, summed over their tokens."""
     ref_rejected: Tensor
-    """[P], the reference's log-probs of the other responses."""
+    """[P], the reference policy's log-probs of the rejected responses, summed over their tokens."""
     chosen_tokens: Tensor
     """[P], number of response tokens of the preferred responses."""
     rejected_tokens: Tensor
-    """[P], number of response tokens of the other responses."""
+    """[P], number of response tokens of the rejected responses."""
     beta: float
     """The setting `preference.beta`."""
 

@@ -118,11 +118,11 @@ class GroupStatistics(NamedTuple):
     """
 
     size: Tensor
-    """[B], number of valid samples."""
+    """[B], number of valid samples in the row's group."""
     mean: Tensor
-    """[B], mean of their rewards."""
+    """[B], mean reward of the row's group."""
     std: Tensor
-    """[B], unbiased (n-1) standard deviation of their rewards; 0 for fewer than two valid samples."""
+    """[B], unbiased (n-1) standard deviation of those rewards; 0 for fewer than two valid samples."""
 
 
 def dense_groups(group: Tensor) -> tuple[Tensor, int]:

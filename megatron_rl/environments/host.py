@@ -189,7 +189,7 @@ class _Host:
     process: ContainedProcess
 
     episodes: dict[int, _OpenEpisode] = field(default_factory=dict)
-    """Open episodes by number."""
+    """Number of an episode -> its state, for the episodes that have not ended."""
 
     closing: dict[int, float] = field(default_factory=dict)
     """Number of each cancelled episode -> time (monotonic) by which it must release its thread."""

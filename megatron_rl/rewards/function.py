@@ -53,7 +53,7 @@ class Failure(NamedTuple):
     row: int
     """Index of the sample."""
     reason: str
-    """One word, for metrics."""
+    """One word for the kind of failure, by which metrics count failures."""
     message: str
     """Details of the failure, such as the function's traceback."""
 

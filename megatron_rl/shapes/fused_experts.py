@@ -43,7 +43,7 @@ class FusedExperts:
     """Whether matrices are [experts, in, out] instead of [experts, out, in]. Biases are always [experts,
     out]."""
     interleaved: bool = False
-    """Outputs of gate and up alternate; otherwise all outputs of the gate come before those of up."""
+    """Whether outputs of gate and up alternate; otherwise all outputs of the gate come before those of up."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class TensorLocation:
     step: int = 1
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False
-    """The part is transposed: its rows are columns of the stored tensor."""
+    """Whether the part is transposed: its rows are columns of the stored tensor."""
     blocks: bool = False
-    """A row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
+    """Whether a row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
     def shape(self, stored: Shape) -> Shape:
         """Return the shape of the located part; ``stored`` is the shape of the complete stored tensor."""

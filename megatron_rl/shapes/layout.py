@@ -363,7 +363,7 @@ def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[U
 
 
 def _count_ranks(layout: ParallelLayout) -> str:
-    """Format the number of ranks, as in ``1 rank`` and ``8 ranks``."""
+    """Format the number of a layout's ranks, as in ``1 rank`` and ``8 ranks``."""
     if layout.size == 1:
         return "1 rank"
     return f"{layout.size} ranks"

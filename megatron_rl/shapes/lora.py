@@ -40,13 +40,13 @@ class Lora(NamedTuple):
     """
 
     rank: int
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     targets: tuple[str, ...]
     """Megatron's linear layers with an adapter, of `TARGETS`."""
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
-        """Return a model's adapters, by default in the layers of `default_targets`."""
+        """Return a model's adapters of ``rank`` in the layers ``targets``, by default `default_targets`."""
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
@@ -65,7 +65,7 @@ class AdaptedModel(PretrainedModel):
     """
 
     rank: int = 1
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     alpha: float = 1.0
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class AdaptedModel(PretrainedModel):
 
     @property
     def engine_rank(self) -> int:
-        """Return the adapter rank that vLLM must allocate."""
+        """Return the adapter rank that vLLM must allocate: the smallest of `ENGINE_RANKS` that suffices."""
         # `check` refuses ranks above the largest.
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
@@ -92,7 +92,7 @@ class AdaptedModel(PretrainedModel):
         return sorted({name.split(".")[-3] for name in self.tensor_shapes()})
 
     def peft_config(self) -> dict[str, Any]:
-        """Return the content of PEFT's configuration file."""
+        """Return the content of PEFT's configuration file, adapter_config.json."""
         # PEFT declares an integer.
         alpha: float = self.alpha
         if alpha.is_integer():

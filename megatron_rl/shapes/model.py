@@ -55,31 +55,31 @@ class ModelShape:
     max_positions: int = 1 << 40
     """Longest sequence, in tokens."""
     tied: bool = False
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     scalar_head: bool = False
-    """The head gives one number per token instead of logits: a critic or a reward model."""
+    """Whether the head gives one number per token instead of logits: a critic or a reward model."""
     gated: bool = True
-    """The MLP has three matrices (gate, up, down), not two."""
+    """Whether the MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
-    """Norms are LayerNorm with a bias, not RMSNorm."""
+    """Whether norms are LayerNorm with a bias, not RMSNorm."""
     pre_norms: bool = True
-    """Norms precede attention and MLP."""
+    """Whether norms precede attention and MLP."""
     post_norms: bool = False
-    """Norms follow attention and MLP, before their outputs are added to the residual stream."""
+    """Whether norms follow attention and MLP, before their outputs are added to the residual stream."""
     centered_norms: bool = False
-    """The weights of norms are stored as their difference from 1, and multiply in float32."""
+    """Whether the weights of norms are stored as their difference from 1, and multiply in float32."""
     qkv_bias: bool = False
-    """The projections of queries, keys and values have biases."""
+    """Whether the projections of queries, keys and values have biases."""
     output_bias: bool = False
-    """Attention's output projection has a bias."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
-    """The matrices of a dense MLP have biases."""
+    """Whether the matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised, in each head or over all heads."""
+    """Whether queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
-    """The norms of queries and keys are over all heads together."""
+    """Whether the norms of queries and keys are over all heads together."""
     layer_scalars: bool = False
-    """The output of each layer is multiplied by a scalar, which is not trained."""
+    """Whether the output of each layer is multiplied by a scalar, which is not trained."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
@@ -91,11 +91,11 @@ class ModelShape:
     shared_width: int = 0
     """Width of a layer's shared experts together."""
     shared_gate: bool = False
-    """The output of the shared experts is gated."""
+    """Whether the output of the shared experts is gated."""
     router_bias: bool = False
-    """The router has biases that balance the load of the experts."""
+    """Whether the router has biases that balance the load of the experts."""
     expert_bias: bool = False
-    """The matrices of routed experts and the projection of the router have biases."""
+    """Whether the matrices of routed experts and the projection of the router have biases."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP."""
     q_lora: int = 0
@@ -109,13 +109,13 @@ class ModelShape:
     v_head_dim: int = 0
     """Size of a latent head's value."""
     sinks: bool = False
-    """Attention sinks: each query head has a learned logit in the softmax that belongs to no key."""
+    """Whether each query head has an attention sink: a learned logit in the softmax of no key."""
     output_gate: bool = False
-    """Attention's output is gated by a second query-sized projection."""
+    """Whether attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
     """Layers with a gated delta net instead of attention."""
     linear_interleaved: bool = False
-    """The checkpoint interleaves the projections of a delta net by key head."""
+    """Whether the checkpoint interleaves the projections of a delta net by key head."""
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0
@@ -147,7 +147,7 @@ class ModelShape:
 
     @property
     def config_class(self) -> str:
-        """Return the name of Megatron's configuration class for the model."""
+        """Return the name of Megatron's configuration class that the model's mixers need."""
         names = {mixer.config_class for mixer in self.mixers}
         return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
 
@@ -413,12 +413,12 @@ class ModelShape:
 
     @cached_property
     def layer_flops(self) -> float:
-        """Return the forward FLOPs per token of the layers, two per active parameter."""
+        """Return the FLOPs per token of the layers in a forward pass, two per active parameter."""
         return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:
-        """Return the forward FLOPs per token of the output projection."""
+        """Return the FLOPs per token of the output projection in a forward pass."""
         return 2.0 * self.embedding_parameters
 
     def forward_flops(self, context: float) -> float:

@@ -177,7 +177,7 @@ def with_modelopt_file(config: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 
 def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
-    """Return the name of the scales of each quantised weight among the tensors of a checkpoint."""
+    """Map each quantised weight among a checkpoint's tensors to the name of its scales."""
     stored = set(names)
     scales: dict[str, str] = {}
     for suffix in _SCALE_SUFFIXES:
@@ -186,7 +186,7 @@ def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
 
 
 def tensor_scales_by_weight(names: Iterable[str]) -> dict[str, str]:
-    """Return the name of the second scale of each weight in NVFP4 among the tensors of a checkpoint."""
+    """Map each NVFP4 weight among a checkpoint's tensors to the name of its second, per-tensor scale."""
     return _names_with_suffix(set(names), _TENSOR_SCALE_SUFFIX)
 
 

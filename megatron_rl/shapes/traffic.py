@@ -355,7 +355,7 @@ class _LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Engine:
-    """Replica of a rollout engine, which needs the weights of one model."""
+    """One replica of a rollout engine, which receives the weights of one model in each weight sync."""
 
     shape: ModelShape
     replica_size: int
@@ -363,7 +363,7 @@ class _Engine:
     itemsize: int
     """Bytes of an element."""
     whole_experts: bool = False
-    """Each rank holds complete experts (vLLM's expert parallelism)."""
+    """Whether each rank holds complete experts (vLLM's expert parallelism)."""
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
@@ -433,7 +433,7 @@ class _Engine:
         return adapter_weights(weights, self.lora)
 
     def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
-        """Return the bytes of a layer, or of the parameters outside the layers, that both ranks hold."""
+        """Return the bytes of ``weights`` (a layer, or those outside the layers) that pairs of ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
 
@@ -459,7 +459,7 @@ class _Engine:
         )
 
     def _expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes of one expert's parameters that both ranks of a pair hold, as `_bytes` does."""
+        """Return the bytes of one expert that a trainer rank and an engine rank both hold; see `_bytes`."""
         # An expert is complete on one rank of the engine, or sharded over all of them.
         if not self.whole_experts:
             return self._bytes(weights, trainer_ranks)
@@ -474,7 +474,7 @@ class _Engine:
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
     def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
+        """Return the bytes that a trainer and an engine rank both hold, [trainer ranks][engine ranks]."""
         engine_ranks = self.replica_size
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 

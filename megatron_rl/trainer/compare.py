@@ -301,13 +301,13 @@ def _read_run(path: Path, name: str) -> ComparedRun:
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:
-    """Return the name of a group: its first run, and the number of the others."""
+    """Format the name of a group: its first run, and the number of the others."""
     suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return group[0].name + suffix
 
 
 def _setting_text(run: ComparedRun, key: str) -> str:
-    """Return the value of a setting as JSON, or "-" if the run does not have it."""
+    """Format the value of a setting as JSON; "-" if the run does not have it."""
     if key not in run.settings:
         return "-"
     return json.dumps(run.settings[key], ensure_ascii=False, default=str)
@@ -367,7 +367,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _mean_and_deviation(results: Sequence[Result]) -> str:
-    """Return the mean over runs as text, with the standard deviation if there are several."""
+    """Format the mean over runs, with the standard deviation if there are several."""
     if not results:
         return "-"
     numbers = [number for number, _ in results]

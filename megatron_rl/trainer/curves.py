@@ -230,7 +230,7 @@ def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
 
 
 def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
-    """Return the data of the chart of one metric, with a curve for each run and each group's mean."""
+    """Return the chart of one metric over the steps, with a curve for each run and each group's mean."""
     stage_name = panel.metric.partition("/")[0]
     curves: list[dict[str, Any]] = []
     for index, (name, runs) in enumerate(groups.items()):

@@ -55,7 +55,7 @@ class EvaluationSet:
     settings: EvaluationSetConfig
     """Configuration of the set, for example how many answers are sampled per prompt."""
     prompts: PromptBatch
-    """The set's P prompts, with its sampling parameters."""
+    """The P prompts of the set, with the sampling parameters of the set."""
     reward: RewardRole | None
     """Reward function of the set, or None if answers are rewarded like the run's training samples."""
     evaluators: Mapping[str, RewardRole]
@@ -148,9 +148,9 @@ def evaluate(
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
-    """Sample answers to each set with the engine's weights, on the rollout's ranks.
+    """Start to sample answers to each set with the engine's weights; return the rounds to finish.
 
-    Returns immediately on other ranks. Collective over the rollout's ranks.
+    Returns immediately on ranks outside the rollout. Collective over the rollout's ranks.
     """
     version = roles.hybrid_engine.version
     return [

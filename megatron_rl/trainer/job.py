@@ -412,7 +412,7 @@ class Stop:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Defer a requested stop to the end of a step, where `Job.stop_if_asked` saves a checkpoint."""
+        """Defer a requested stop to the end of a step, in which `Job.stop_if_asked` saves a checkpoint."""
         self._can_save = True
         try:
             yield

@@ -89,7 +89,7 @@ def _phases_text(values: Mapping[str, float]) -> str:
 
 
 def _seconds_text(seconds: float) -> str:
-    """Return seconds with three significant digits and without an exponent."""
+    """Format seconds with three significant digits and without an exponent."""
     if abs(seconds) < 1000:
         return number_text(seconds, ".3g")
     return number_text(seconds, ".0f")

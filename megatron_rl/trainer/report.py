@@ -412,7 +412,7 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with three digits after the decimal point."""
+    """Format a number with three digits after the decimal point."""
     return number_text(value, ".3f")
 
 
@@ -487,7 +487,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
+    """Return the rows of the table of phases, whose columns are `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
@@ -656,7 +656,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _set_name(kind: str) -> str:
-    """Return the set of a file's samples: `TRAINING`, or the name of an evaluation set."""
+    """Return the name of the set whose samples a file holds: `TRAINING`, or an evaluation set."""
     if kind == "step":
         return TRAINING
     return kind.removeprefix("eval_")

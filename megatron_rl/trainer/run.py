@@ -109,7 +109,7 @@ def run(config: RunConfig, explicit: Sequence[str] = ()) -> None:
 
 @dataclass
 class RunStep:
-    """Step of a run, which the caller of `Training.steps` must execute."""
+    """One step of a run: `Training.steps` yields it, and its caller must execute it."""
 
     number: int
     """Number of the step, from 1."""

@@ -84,7 +84,7 @@ class SampledBatch:
     """
 
     prompts: PromptBatch
-    """P prompts."""
+    """The P prompts, each with the same number of samples."""
     rollouts: Rollouts
     """P * samples rows; the rows of a prompt are consecutive."""
     greedy: Rollouts | None
@@ -203,7 +203,7 @@ class RolloutSource:
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
     def _staleness(self, rollouts: Rollouts) -> Metrics:
-        """Return metrics of the selected rows' age, unless the run samples ahead; see `staleness`."""
+        """Return `staleness` metrics of the selected rows; none if the run samples ahead."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()

@@ -25,7 +25,7 @@ class Lengths:
     """
 
     mean: float
-    """Mean length, tokens."""
+    """Mean length of the sequences, in tokens."""
     longest: float
     """Limit of a response, tokens."""
     scale: float | None

@@ -311,7 +311,7 @@ class PlannedRun:
     memory: tuple[RankMemory, ...]
     """Memory of each distinct rank, fullest first."""
     traffic: WeightTraffic
-    """Bytes of a weight sync."""
+    """Bytes that each weight sync sends from the trainer to the engines."""
 
 
 def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:

@@ -49,7 +49,7 @@ class TrainPlan:
     """
 
     choice: TrainChoice
-    """Layout and settings."""
+    """Parallel layout and settings that the plan trains with."""
     learn: float
     """Seconds of a step's optimizer steps; 0 for a frozen model."""
     forward: float

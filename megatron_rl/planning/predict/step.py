@@ -192,7 +192,7 @@ class RunStep:
     """Prediction of one step of a run, with its FLOPs, to compute the utilization of a measured step."""
 
     step: Step
-    """Seconds by phase."""
+    """Predicted seconds of one step, by phase."""
     flops: Mapping[str, float]
     """Model FLOPs of the complete job by phase."""
     tokens: float

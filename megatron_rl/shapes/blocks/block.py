@@ -156,7 +156,7 @@ class Mixer(ABC):
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token that context-parallel ranks exchange for complete rows and back."""
+        """Count the elements per token that context-parallel ranks exchange so that each has whole rows."""
         return 0.0
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
