@@ -54,7 +54,7 @@ PART_OF = {
 BETWEEN_STEPS = "between steps"
 """The same of `OUTSIDE_STEPS`."""
 
-_PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
+PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (
     "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
     "roles on ranks of their own phases also run at the same time."
@@ -132,10 +132,12 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
 
     for line in samples.unreadable:
         print(f"warning: {line}", file=console)
-    print(
-        f"learning curves: {folder.curve}\nreport:          {folder.report}",
-        file=console,
-    )
+    files = [("learning curves:", folder.curve), ("report:", folder.report)]
+    # A run in progress, or one that exports nothing, has no model yet.
+    if folder.model.is_dir():
+        files.append(("trained model:", folder.model))
+    for label, path in files:
+        print(f"{label:<16} {path}", file=console)
     return folder.report
 
 
@@ -161,7 +163,7 @@ def _page_sections(
         sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(_PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
         sections.append(page.paragraph(PHASES_NOTE))
 
     # Files that cannot be read are named even if no sample is left to show.
@@ -429,10 +431,10 @@ def _print_tables(
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
-        times.add_column(_PHASE_HEADINGS[0])
-        for heading in _PHASE_HEADINGS[1:-1]:
+        times.add_column(PHASE_HEADINGS[0])
+        for heading in PHASE_HEADINGS[1:-1]:
             times.add_column(heading, justify="right")
-        times.add_column(_PHASE_HEADINGS[-1])
+        times.add_column(PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
@@ -441,7 +443,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table of phases, below `_PHASE_HEADINGS`."""
+    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
