@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import warnings
 from pathlib import Path
 
 from megatron_rl.cli.common import require_directory
@@ -64,5 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     # After the checks, since it imports torch and Megatron-Core.
     from megatron_rl.trainer.offline import export_checkpoint
 
-    export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
+    # torch and Megatron-Core warn of their own deprecations, which the user cannot change.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
     return 0

@@ -158,7 +158,10 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
     """Write a randomly initialised Qwen2 checkpoint (float32, safetensors) and its tokenizer to ``path``."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    # One small file needs no bar.
+    disable_progress_bar()
     tokenizer = build_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
