@@ -487,7 +487,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of phases, whose columns are `PHASE_HEADINGS`."""
+    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""

@@ -168,4 +168,4 @@ def test_check_asks_for_kernels_of_both_sizes_of_heads(
     save_model("gemma4", workspace / "model", head_dim=32, global_head_dim=48)
     monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
     (error,) = refusals(workspace / "model")
-    assert "head size 48" in error
+    assert "a head size of 48" in error
