@@ -271,14 +271,16 @@ def scheduled(
     """
     temperatures = token_schedule(temperature, step)
     probabilities = token_schedule(top_p, step)
-    return sampling._replace(
-        temperature=temperatures.start,
-        last_temperature=temperatures.end,
-        temperature_tokens=temperatures.length,
-        top_p=probabilities.start,
-        last_top_p=probabilities.end,
-        top_p_tokens=probabilities.length,
-    )
+    sampling = sampling._replace(temperature=temperatures.start, top_p=probabilities.start)
+
+    # Constant values leave the other fields as they are, so that equal sampling has equal parameters.
+    if temperatures.length:
+        sampling = sampling._replace(
+            last_temperature=temperatures.end, temperature_tokens=temperatures.length
+        )
+    if probabilities.length:
+        sampling = sampling._replace(last_top_p=probabilities.end, top_p_tokens=probabilities.length)
+    return sampling
 
 
 def _sampling_parameters(

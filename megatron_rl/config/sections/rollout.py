@@ -567,7 +567,9 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
         # A positive temperature near 0 would be raised, so that it would not change linearly.
-        lowest = LOWEST_TEMPERATURE if name == "temperature" else 0.0
+        lowest = 0.0
+        if name == "temperature":
+            lowest = LOWEST_TEMPERATURE
         yield from schedule_errors(path, value, profile_fields()[name], lowest)
 
         if changes_over_tokens(value) and not rollout.capabilities.token_history:
