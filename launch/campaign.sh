@@ -13,6 +13,7 @@
 # examples       each of launch/examples runs by its command
 # simulations    check predicts the memory of the shipped configurations of large jobs
 # combinations   features together: a run that check calls READY trains, resumes, and continues in other layouts
+# matrices       the tests of every family, layout, engine and plan of which launch/test.sh runs representatives
 #
 # The code is in tests/campaign. Exit code 1: a guarantee was broken.
 set -euo pipefail

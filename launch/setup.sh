@@ -102,7 +102,7 @@ install_cpu() {
         fail "the CPU lock file does not fit this machine" \
             "expected: Linux x86_64" "got: $(uname -sm)" "fix: use an x86_64 Linux machine or container"
     fi
-    say "installing the CPU stack of $lock (about two minutes the first time)"
+    say "installing the CPU stack of $lock (2 to 10 minutes the first time)"
     if ! pip_install --no-deps "$torch" 2>"$venv/torch.log"; then
         say "$torch is not on the configured package index; trying PyTorch's CPU index"
         pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch" 2>>"$venv/torch.log" ||
@@ -150,15 +150,21 @@ EOF
     fi
 }
 
-# The real imports: they find what is missing, and compile once what every rank will load.
+# The real imports: they find what is missing, and compile once what every rank will load. What the packages
+# print about missing GPUs is shown only beside an error.
 check_cpu() {
-    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
-        "expected: torch, megatron.core, transformers and vllm" \
-        "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
+    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR \
+        "$python" -W ignore - 2>"$venv/import.log" <<'EOF' || {
 import megatron.core.models.gpt
 import transformers
 from vllm import LLM
 EOF
+        cat "$venv/import.log" >&2
+        fail "the installed stack does not import" \
+            "expected: torch, megatron.core, transformers and vllm" \
+            "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
+    }
+    rm -f "$venv/import.log"
 }
 
 # The GPU stack at one version each, as pip resolved it: launch/constraints-gpu-py312-vllm0.32.txt and its like.

@@ -103,9 +103,9 @@ def files_below(folder: Path) -> list[str]:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Flush the files ``names`` of a folder to the disk; return name -> ``size:sha256``. Raises OSError.
+    """Flush the files ``names`` of a folder to the disk and compute their digests.
 
-    `_READERS` files are read in parallel.
+    Returns name -> ``size:sha256``. `_READERS` files are read in parallel. Raises OSError.
     """
     paths = {name: folder / name for name in names}
     with ThreadPoolExecutor(_READERS) as readers:
@@ -120,7 +120,7 @@ class RunningDigest:
         self._size = 0
 
     def update(self, content: bytes | memoryview) -> None:
-        """Append content."""
+        """Append ``content`` to the file whose digest is computed."""
         self._state.update(content)
         self._size += memoryview(content).nbytes
 
@@ -191,19 +191,19 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
 
 def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Compare the files ``names`` with their digests; return a line of text for each damaged file.
+    """Compare the files ``names`` of a folder with their digests; return a line of text for each damaged one.
 
     A line begins with the file's name. ``file_digests`` is the result of `read_digests`.
     """
     lines = []
     for name in names:
-        damage = _damage(folder / name, file_digests[name])
+        damage = _find_damage(folder / name, file_digests[name])
         if damage is not None:
             lines.append(f"{name} {damage}")
     return lines
 
 
-def _damage(path: Path, digest: str) -> str | None:
+def _find_damage(path: Path, digest: str) -> str | None:
     """Return the predicate of an error sentence about a damaged file; None if the file matches the digest."""
     try:
         # Compare the size first, which does not need to read the file.
@@ -261,7 +261,7 @@ def unreplaced_folders(folder: Path) -> list[Path]:
 
 
 def recover_replaced(folder: Path) -> list[Path]:
-    """Restore the names of the folders of `unreplaced_folders`; return their paths."""
+    """Rename each folder ``NAME.old`` to NAME if a killed `publish` left no NAME; return their paths."""
     recovered = [path.rename(path.with_suffix("")) for path in unreplaced_folders(folder)]
     if recovered:
         sync_folder(folder)

@@ -93,7 +93,7 @@ def current_launch(*, joins: bool = False) -> Launch:
 
 
 def process_rank() -> int:
-    """Return the rank of this process, 0 without a launcher; for messages, so it never raises."""
+    """Return this process's rank for messages, 0 without a launcher; never raises."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
@@ -133,7 +133,11 @@ def _integer(
     errors: list[UserError],
     default: int | None = None,
 ) -> int | None:
-    """Parse a variable as an integer in [``minimum``, ``end``); append an error for any other value."""
+    """Parse an environment variable as an integer in [``minimum``, ``end``].
+
+    For any other value an error is appended to ``errors`` and None is returned. A ``default`` replaces an
+    unset variable.
+    """
     text = environment.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -154,7 +158,7 @@ def _integer(
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
-    """Return the error for an invalid variable ``name``; ``got`` is its value, or None if it is not set."""
+    """Return the error for an invalid environment variable; ``got`` is its value, None if unset."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",

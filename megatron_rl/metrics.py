@@ -108,7 +108,7 @@ def _scalar(value: Any) -> Scalar:
 
 
 def _larger(first: Scalar, second: Scalar) -> Scalar:
-    """Return the larger scalar, on the device if one of them is."""
+    """Return the larger of two scalars, on the device if one of them is there."""
     if not isinstance(second, int | float):
         return second.clamp(min=first)
     if not isinstance(first, int | float):

@@ -11,12 +11,12 @@ def count_progress(unit: str) -> None:
 
 
 def progress_count(unit: str) -> int:
-    """Return the number of completed units of one kind."""
+    """Return how often this process has completed a ``unit`` of work."""
     return _counts[unit]
 
 
 def progress_text() -> str:
-    """Return the counts as text.
+    """Format the counts of completed units as text.
 
     Example: ``"3 blocks of files, 12 micro-batches"``.
     """

@@ -29,9 +29,9 @@ class SamplingParameters(NamedTuple):
     """
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 means greedy decoding."""
+    """Divisor of the logits of a turn's first token; 0 means greedy decoding."""
     top_p: float = 1.0
-    """Probability mass of nucleus sampling; 1 is off."""
+    """Probability mass of nucleus sampling at a turn's first token; 1 is off."""
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 is off."""
     max_response_tokens: int = 256
@@ -57,6 +57,19 @@ class SamplingParameters(NamedTuple):
     # New fields come last: checkpoints have the values in order, and older ones lack the last.
     no_repeat_ngram_size: int = 0
     """Length n of the n-grams that may occur only once in prompt and response together; 0 is off."""
+    last_temperature: float = 1.0
+    """Temperature after ``temperature_tokens`` tokens of a turn, if these are more than 0."""
+    temperature_tokens: int = 0
+    """Tokens of a turn over which the temperature changes linearly; 0 for a constant one."""
+    last_top_p: float = 1.0
+    """``top_p`` after ``top_p_tokens`` tokens of a turn, if these are more than 0."""
+    top_p_tokens: int = 0
+    """Tokens of a turn over which ``top_p`` changes linearly; 0 for a constant one."""
+
+    @property
+    def changes_over_tokens(self) -> bool:
+        """Return whether temperature or top-p change over the tokens of a turn."""
+        return self.temperature_tokens > 0 or self.top_p_tokens > 0
 
     @property
     def has_penalties(self) -> bool:
@@ -72,11 +85,12 @@ class SamplingParameters(NamedTuple):
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""
-        return self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return greedy._replace(temperature_tokens=0, top_p_tokens=0)
 
 
 class LogitRules(NamedTuple):
-    """Rules that changed the logits of one row, and the part of the row that counts as its prompt.
+    """Rules that changed the logits of one row, and the parts of the row that they count from.
 
     Example: ``LogitRules(SamplingParameters(logit_bias=((17, -2.0),)), prompt_tokens=8)``.
     """
@@ -85,6 +99,9 @@ class LogitRules(NamedTuple):
     """Sampling parameters of the row, with the rules."""
     prompt_tokens: int
     """Number of tokens before the first token of the response."""
+    turn_starts: tuple[int, ...] = ()
+    """Index in the row of the first token of each turn, if the temperature changes over the tokens of a turn;
+    empty otherwise."""
 
 
 FINISH_STOP = 0
@@ -201,7 +218,7 @@ def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 class _Rows:
-    """Base class of the ragged batch types: selection, concatenation and device copies of rows."""
+    """Base class of the ragged batch types, with selection, concatenation and device copies of their rows."""
 
     TOKEN_FIELDS: tuple[str, ...] = ()
     """Names of the tensors [N, ...]."""
@@ -289,20 +306,20 @@ class PromptBatch(_Rows):
     tasks: tuple[str, ...]
     """P task names."""
     prompts: tuple[str, ...]
-    """P prompt texts."""
+    """Texts of the P prompts."""
     ground_truths: tuple[Any, ...]
     """P reference answers of any type."""
     metadata: tuple[Mapping[str, Any], ...]
     """P mappings: the remaining fields of each record."""
     sampling: tuple[SamplingParameters, ...]
-    """P sampling parameters."""
+    """Sampling parameters of each of the P prompts."""
 
     TOKEN_FIELDS = ("tokens",)
     ROW_FIELDS = ("lengths", "prompt_ids")
     TUPLE_FIELDS = ("tasks", "prompts", "ground_truths", "metadata", "sampling")
 
     def with_offset(self, offset: int) -> PromptBatch:
-        """Return the prompts with ``prompt_ids`` that are larger by ``offset``."""
+        """Return the prompts with ``offset`` added to each of ``prompt_ids``."""
         return replace(self, prompt_ids=self.prompt_ids + offset)
 
     def repeat(self, samples: int) -> PromptBatch:
@@ -335,7 +352,7 @@ class Rollouts(_Rows):
     policy_version: Tensor
     """[B] int64, version of the weights that sampled the row's oldest token."""
     temperature: Tensor
-    """[B] float32, sampling temperature."""
+    """[B] float32, sampling temperature, of the first token where ``rules`` change it over tokens."""
     token_versions: Tensor | None = None
     """[N] int32, version of the weights that sampled each token, -1 on prompt tokens; None if each row was
     sampled by one version."""
@@ -351,7 +368,8 @@ class Rollouts(_Rows):
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """B rules that change logits before sampling, None for rows without rules; None if no row has rules."""
+    """B rules that change logits before sampling, or the temperature over tokens; None for rows without
+    rules, and None if no row has rules."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -425,9 +443,9 @@ class TrainBatch(_Rows):
     loss_weights: Tensor
     """[N] float32, weights of the policy loss; 0 outside ``response_mask``."""
     temperature: Tensor
-    """[B] float32, sampling temperature."""
+    """[B] float32, as in `Rollouts`."""
     advantages: Tensor | None = None
-    """[N] float32."""
+    """[N] float32, weights of the policy gradient."""
     returns: Tensor | None = None
     """[N] float32, targets of the critic."""
     old_log_probs: Tensor | None = None

@@ -1,19 +1,27 @@
-"""Import of the user's modules, by name or by file.
+"""The user's code: import of its modules, and copies of their files that are made at the start of a run.
 
-The module itself imports little, since every contained worker, a restricted process for the user's code,
-imports it at its start. A run keeps copies of the files of that code (`megatron_rl.contained.code_copy`).
-With `use_copies`, modules are executed from those copies but keep their names and paths, so that tracebacks
-name the user's file and other modules in its folder can be imported.
+A process that is restarted in the middle of a run executes the same code as the first one, even if the files
+have been edited meanwhile, and the run folder contains the code that computed its rewards. The trainer makes
+the copies (`read_code`, `write_copy`). They are of the files that a configuration names, and of the modules
+next to them that they import, as far as import statements show. Other files that the code reads are read from
+their own paths.
+
+A contained process, a restricted process for the user's code, executes modules from the copies
+(`execute_copies`) but keeps their names and paths, so that tracebacks name the user's file and other modules
+in its folder can be imported. Each such process imports this module at its start, so it imports little.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
+import json
 import linecache
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,17 +29,29 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest
 
-# Resolved path of a file -> the copy of its content, which is executed instead of the file.
-_copies: dict[str, bytes] = {}
+MANIFEST = "files.json"
+"""Name of the file that lists the files of a copy with their digests."""
+MAX_FILES = 500
+"""Largest number of files of one package that are copied; further files are loaded from their own paths."""
+_THIS_PACKAGE = "megatron_rl"
+
+_executed_copies: dict[str, bytes] = {}
+"""Resolved path of a file -> the copy of its content, which this process executes instead of the file."""
+_active_copies: dict[str, bytes] = {}
+"""Resolved path of a file -> the copy of its content that contained processes execute which this process
+starts."""
+
+
+# Import
 
 
 class _CopyLoader(SourceFileLoader):
     """Loader of a module from the copy of its file."""
 
     def get_data(self, path: str) -> bytes:
-        """Return the content of the copy."""
-        if path in _copies:
-            return _copies[path]
+        """Return the content of the copy of the file at ``path``, or of the file itself if it has no copy."""
+        if path in _executed_copies:
+            return _executed_copies[path]
         return super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType:
@@ -60,7 +80,7 @@ class _CopyFinder:
             folder = os.path.join(os.path.realpath(entry), name)
             # As Python does, prefer a package to a module of the same name.
             for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
-                if file in _copies:
+                if file in _executed_copies:
                     return importlib.util.spec_from_file_location(
                         fullname,
                         file,
@@ -70,10 +90,10 @@ class _CopyFinder:
         return None
 
 
-def use_copies(copies: Mapping[str, bytes]) -> None:
+def execute_copies(copies: Mapping[str, bytes]) -> None:
     """Execute modules from ``copies``, resolved path -> content, in place of the files with these paths."""
-    _copies.update(copies)
-    if _copies and _CopyFinder not in sys.meta_path:
+    _executed_copies.update(copies)
+    if _executed_copies and _CopyFinder not in sys.meta_path:
         sys.meta_path.insert(0, _CopyFinder)  # type: ignore[arg-type]
 
 
@@ -89,7 +109,7 @@ def load_module(location: str) -> ModuleType:
         return importlib.import_module(location)
 
     file = Path(location).resolve()
-    has_copy = str(file) in _copies
+    has_copy = str(file) in _executed_copies
     if not has_copy and not file.is_file():
         raise FileNotFoundError(f"no such file: {location}")
 
@@ -208,3 +228,128 @@ def import_user_module(location: str, key: str) -> ModuleType:
             got=f"{type(error).__name__}: {error}",
             fix=fix,
         ) from error
+
+
+# Copies
+
+
+def active_copies() -> Mapping[str, bytes]:
+    """Return the copies from which this process's contained processes load their modules."""
+    return _active_copies
+
+
+def activate_copies(files: Mapping[str, bytes]) -> None:
+    """Make contained processes that are started from now on load these files' modules from ``files``."""
+    _active_copies.clear()
+    _active_copies.update(files)
+
+
+def read_code(specs: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents, by path, of files named as ``file.py:name`` and of the files that they import."""
+    files: dict[str, bytes] = {}
+    pending: list[Path] = []
+    for spec in specs:
+        module = spec.rpartition(":")[0]
+        if module.endswith(".py"):
+            pending.append(Path(module).resolve())
+        else:
+            pending.extend(_module_files(module.partition(".")[0], _search_path()))
+
+    # Follow the import statements of each file.
+    while pending:
+        file = pending.pop()
+        if str(file) in files:
+            continue
+        try:
+            files[str(file)] = file.read_bytes()
+        except OSError:
+            # The process that loads the module reports the error.
+            continue
+        for name in _imported_names(files[str(file)]):
+            pending.extend(_module_files(name, (file.parent, *_search_path())))
+    return files
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of the files' names and contents."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        # Lengths separate names from contents, so that different sets of files give different bytes.
+        for content in (_name_in_copy(name).encode("utf-8", "surrogateescape"), files[name]):
+            total.update(len(content).to_bytes(8, "little") + content)
+    return total.hexdigest()
+
+
+def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write the files into a subfolder of ``folder``, named by their digest; return the subfolder."""
+    digest = digest_of(files)
+    target = folder / digest[:16]
+    for name, content in files.items():
+        path = target / _name_in_copy(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    target.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"sha256": digest, "files": digests}, indent=2)
+    (target / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
+    return target
+
+
+def read_copy(target: Path) -> dict[str, bytes] | None:
+    """Return the files of a copy that `write_copy` wrote, or None if it is incomplete or was changed."""
+    try:
+        manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape"))
+        files = {name: (target / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return files if digest_of(files) == manifest.get("sha256") else None
+
+
+def _name_in_copy(path: str) -> str:
+    """Return a file's path in a copy: relative to the current folder, or the whole path if outside of it."""
+    relative = os.path.relpath(path)
+    return path.lstrip("/") if relative.startswith("..") else relative
+
+
+def _search_path() -> Iterator[Path]:
+    """Yield the search path without the folders of Python and of installed packages."""
+    installations = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    for entry in (*sys.path, os.getcwd()):
+        folder = os.path.realpath(entry or os.getcwd())
+        if not folder.startswith(installations) and "site-packages" not in folder and os.path.isdir(folder):
+            yield Path(folder)
+
+
+def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
+    """Return the files of the module or package ``name`` in the first folder that contains it."""
+    if not name or name == _THIS_PACKAGE or name in sys.builtin_module_names:
+        return []
+    for folder in folders:
+        package = folder / name
+        module = folder / f"{name}.py"
+        if (package / "__init__.py").is_file():
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
+
+        if module.is_file():
+            return [module]
+        # A namespace package, without __init__.py.
+        if package.is_dir() and any(package.glob("*.py")):
+            return sorted(package.rglob("*.py"))[:MAX_FILES]
+    return []
+
+
+def _imported_names(source: bytes) -> set[str]:
+    """Return the top-level names of the modules that a file imports, or an empty set if it does not parse."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return set()
+
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names.add(node.module.partition(".")[0])
+    return names

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Variables of ranks that execute Megatron's fused functions without compiling them.
+
+Tiny models run in less time than torch.compile takes in each process, a third of a layout's step.
+"""
+COMPILED = {"TORCHDYNAMO_DISABLE": "0"}
 USED_PORTS: set[int] = set()
 DESELECTED = pytest.StashKey[list[str]]()
 
@@ -165,13 +171,20 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks: tests/distributed, and all users of the fixtures above.
 
-    Some tests of tests/distributed read files of the ranks of another test in the same module. Without a
+    Some tests of tests/distributed read files of the ranks of another test in the same module. Tests of the
+    marker ``campaign`` are deselected unless ``-m`` names it, see tests/campaign/matrices.py. Without a
     browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
         starts_ranks = STARTS_RANKS & set(getattr(item, "fixturenames", ()))
         if starts_ranks or item.path.is_relative_to(ROOT / "tests/distributed"):
             item.add_marker("starts_ranks")
+
+    if "campaign" not in config.option.markexpr:
+        campaign = {item for item in items if item.get_closest_marker("campaign")}
+        items[:] = [item for item in items if item not in campaign]
+        config.hook.pytest_deselected(items=list(campaign))
+
     if browser.executable() is None and (pages := [item for item in items if "browser" in item.keywords]):
         items[:] = [item for item in items if item not in pages]
         config.hook.pytest_deselected(items=pages)
@@ -321,8 +334,11 @@ def rank_server(tmp_path_factory) -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
-    """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed."""
-    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN)
+    """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed.
+
+    These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
+    """
+    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=COMPILED)
     yield Launcher(server.launch)
     server.close()
 
@@ -361,13 +377,14 @@ class Launcher:
 class RankServer:
     """Client of ``rank_server.py``, which starts with the first launch.
 
-    ``packages`` are additional folders on the ranks' PYTHONPATH. The ranks' communication is checked against
-    the rules of NCCL; see ``nccl_rules.py``.
+    ``packages`` are additional folders on the ranks' PYTHONPATH, and ``environment`` has variables that
+    libraries read when they are imported; a launch's own come too late for these. The ranks' communication is
+    checked against the rules of NCCL; see ``nccl_rules.py``.
     """
 
-    def __init__(self, folder: Path, *packages: Path) -> None:
+    def __init__(self, folder: Path, *packages: Path, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._packages = packages
+        self._environment = launch_environment(*packages) | UNCOMPILED | dict(environment or {})
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -385,7 +402,7 @@ class RankServer:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests/rank_server.py")],
                 cwd=ROOT,
-                env=launch_environment(*self._packages),
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # select does not see data in Python's buffer
@@ -438,6 +455,13 @@ class RankServer:
         if broken:
             pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
+
+    def __enter__(self) -> Launcher:
+        self._folder.mkdir(exist_ok=True)
+        return Launcher(self.launch)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop the server."""

@@ -188,6 +188,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Layers with full attention have larger heads, of which there is one key-value head, without values.
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -334,6 +348,34 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FAMILIES["gemma3"][1],
         {"vision_config": SIGLIP_VISION, "mm_tokens_per_image": 1},
     ),
+    "gemma4-vision": (
+        "Gemma4",
+        FAMILIES["gemma4"][1],
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 8,
+            }
+        },
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {key: value for key, value in FAMILIES["gemma4"][1].items() if "per_layer" not in key},
+        {
+            "vision_config": {
+                "patch_size": 2,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 8,
+                "output_proj_dims": 32,
+            }
+        },
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
@@ -410,7 +452,7 @@ def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
     class_prefix, settings = FAMILIES[family]
     name = f"{class_prefix}Config"
-    if class_prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+    if class_prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"):
         name = f"{class_prefix}TextConfig"
     return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
@@ -436,7 +478,7 @@ def randomize(model: Any, seed: int) -> None:
                 continue
 
             # Norm weights stay near 1, so that activations keep their scale through the layers.
-            if "norm" in name:
+            if "norm" in name or name.endswith("layer_scalar"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             # Logits of attention sinks as large as scores, so that they take their part of the softmax.
             elif "sinks" in name:
@@ -508,6 +550,66 @@ def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_
 
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+
+
+def in_nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """Return a matrix in NVFP4, by the ends of the names of its tensors, as ModelOpt's NVFP4QTensor does."""
+    rows, columns = weight.shape
+    blocks = weight.float().reshape(rows, columns // 16, 16)
+    second = weight.float().abs().max() / (6 * 448)
+    scales = (blocks.abs().amax(-1) / (6 * second)).to(torch.float8_e4m3fn)
+    scaled = blocks / (scales.float() * second)[..., None]
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
+    numbers = numbers.reshape(rows, columns).byte()
+    packed = (numbers[:, 1::2] << 4) | numbers[:, ::2]
+    return {"": packed, "_scale": scales, "_scale_2": second}
+
+
+def as_modelopt(path: Path, algorithm: str, *, in_config: bool) -> None:
+    """Quantise the projections of a saved checkpoint as NVIDIA's ModelOpt exports it.
+
+    ``algorithm`` is FP8 or NVFP4. Up to version 0.29 ModelOpt described it in hf_quant_config.json alone,
+    later in config.json too.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        stored[name] = weight
+        if not name.endswith("_proj.weight"):
+            continue
+        if algorithm == "NVFP4":
+            stored |= {name + end: tensor for end, tensor in in_nvfp4(weight).items()}
+        else:
+            stored[name], scales = in_eight_bits(weight, (weight.shape[0], weight.shape[1]))
+            stored[f"{name}_scale"] = scales.reshape(())
+        module = name.removesuffix("weight")
+        stored[f"{module}input_scale"] = torch.tensor(0.25)
+        for letter in "kv":
+            if f".{letter}_proj." in name:
+                stored[f"{module}{letter}_scale"] = torch.tensor(1.0)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    details = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    bits = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if algorithm == "NVFP4":
+        details["group_size"] = 16
+        bits["num_bits"] = 4
+    file = {"producer": producer, "quantization": details}
+    (path / "hf_quant_config.json").write_text(json.dumps(file))
+    if not in_config:
+        return
+    group = {"input_activations": bits, "weights": bits, "targets": ["Linear"]}
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quant_algo": algorithm,
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    (path / "config.json").write_text(json.dumps(settings))
 
 
 def in_four_bits(path: Path, seed: int = 5) -> None:

@@ -19,6 +19,12 @@ class Hub(ThreadingHTTPServer):
 
     root: Path
     requests: list[str]
+    stall_at: str | None
+    """End of the path of a file of which only the first half is sent; the connection then stays open."""
+    stalled: threading.Event
+    """Set when a client waits for the second half."""
+    released: threading.Event
+    """Set when stalled connections may end."""
 
     @property
     def address(self) -> str:
@@ -68,17 +74,32 @@ class _Handler(BaseHTTPRequestHandler):
         if not target.is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         headers = {"ETag": f'"{_digest(target)}"', "X-Repo-Commit": COMMIT}
-        return self._send(200, target.read_bytes(), headers, with_body)
+        body = target.read_bytes()
+        requested = self.headers.get("Range", "")
+        if requested.startswith("bytes=") and with_body:
+            first = int(requested.removeprefix("bytes=").partition("-")[0])
+            headers["Content-Range"] = f"bytes {first}-{len(body) - 1}/{len(body)}"
+            return self._send(206, body[first:], headers, with_body)
+        return self._send(200, body, headers, with_body)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
+        assert isinstance(self.server, Hub)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if with_body:
-            self.wfile.write(body)
+        if not with_body:
+            return
+        stall_at = self.server.stall_at
+        if stall_at is not None and unquote(self.path).endswith(stall_at):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.server.stalled.set()
+            self.server.released.wait()
+            return
+        self.wfile.write(body)
 
 
 def _digest(file: Path) -> str:
@@ -91,10 +112,14 @@ def hub(root: Path) -> Iterator[Hub]:
     server = Hub(("127.0.0.1", 0), _Handler)
     server.root = root
     server.requests = []
+    server.stall_at = None
+    server.stalled = threading.Event()
+    server.released = threading.Event()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         yield server
     finally:
+        server.released.set()
         server.shutdown()
         server.server_close()

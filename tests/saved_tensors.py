@@ -43,7 +43,7 @@ def layer_bytes(
     dtype: torch.dtype,
     recompute: str,
 ) -> tuple[float, Any]:
-    """Return the bytes that one layer saves per token, and the model's shape.
+    """Return the bytes that a layer saves per token, as a mean over its kinds, and the model's shape.
 
     The bytes are half the difference between a model of four layers and one of two, so embeddings and the
     output layer cancel out. Key-value heads are repeated as on an accelerator, which the memory model
@@ -60,7 +60,7 @@ def layer_bytes(
     totals = []
     shape = None
     for depth in (2, 4):
-        if family == "gemma3":
+        if family in ("gemma3", "gemma4"):
             changes["layer_types"] = ["sliding_attention", "full_attention"] * (depth // 2)
 
         config = config_of(family, num_hidden_layers=depth, **changes)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,9 +85,9 @@ class Advantage(Piece, ABC):
     """Estimator of the advantage of a response, or of each of its tokens.
 
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
-    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
-    reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is false
-    for an estimator that reads neither the reward nor its components.
+    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator that reads
+    only the reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is
+    false for an estimator that reads neither the reward nor its components.
     """
 
     whiten: bool = setting(
@@ -110,12 +109,12 @@ class Advantage(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the advantages depend on the actor's distributions, which precede the loss then."""
+        """Whether the estimator reads the actor's distributions, which a forward pass must compute first."""
         return self.needs_squared_probs
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and returns of every token."""
+        """Compute advantages and returns of every token, [N] each; a subclass defines the estimator."""
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Run `estimate`, check its result, whiten and clip as configured, and set 0 outside the mask."""
@@ -147,7 +146,7 @@ class FunctionAdvantage(Advantage):
     function: Callable[[AdvantageInputs], Advantages] | None = field(default=None, metadata=NO_SETTING)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Call the user's function."""
+        """Compute the advantages with the user's function."""
         assert self.function is not None
         return self.function(inputs)
 
@@ -169,7 +168,7 @@ class NoRewards(Advantage):
     learns_from_rewards: ClassVar[bool] = False
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return 0 for every token."""
+        """Return advantage and return 0 for every token: [N] each."""
         zeros = torch.zeros(inputs.mask.shape, dtype=torch.float64)
         return Advantages(zeros, zeros)
 
@@ -217,10 +216,10 @@ class GroupAdvantage(Advantage):
 
     @abstractmethod
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute one advantage per row: [B]. A subclass defines the comparison of a prompt's samples."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Assign each row's advantage to its response tokens."""
+        """Compute one advantage per row, and assign it to all response tokens of the row."""
         return outcome(inputs, self.rows(inputs))
 
 
@@ -265,7 +264,7 @@ class Grpo(GroupAdvantage):
             )
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward's distance from its group's mean for each row: [B], scaled if so configured."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.
@@ -302,7 +301,7 @@ class GrpoLeaveOneOut(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward's distance from the mean of the other samples of its group for each row: [B]."""
         other_count, other_mean, other_std = ragged.leave_one_out_statistics(
             inputs.rewards, inputs.group, inputs.valid
         )
@@ -333,7 +332,7 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the lead over the second best reward for each group's best row, 0 for other rows: [B]."""
         samples = (inputs.rewards, inputs.group, inputs.valid)
         count, _, std = ragged.group_statistics(*samples)
         best_reward, second_reward = ragged.group_top2(*samples)
@@ -358,7 +357,7 @@ class Rloo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus the mean of the other samples of its group for each row: [B]."""
         # The mean of no other samples is 0, so a singleton keeps its reward.
         statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
         return torch.where(inputs.valid, inputs.rewards - statistics.mean, 0)
@@ -380,7 +379,7 @@ class Opo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus its group's length-weighted mean for each row: [B]."""
         rewards = inputs.rewards
         group = inputs.group
         valid = inputs.valid
@@ -415,7 +414,10 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the reward minus its group's mean for each row: [B].
+
+        It is scaled up to compensate for rows with reward 0.
+        """
         rewards = inputs.rewards
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
@@ -462,7 +464,7 @@ class Gdpo(GroupAdvantage):
     reads_rewards: ClassVar[bool] = False
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]."""
+        """Compute the weighted sum of the GRPO advantages of all reward components for each row: [B]."""
         # `reward` is the total of the components: with them it would count twice.
         components = {name: value for name, value in inputs.components.items() if name != "reward"}
         if not components:
@@ -508,7 +510,7 @@ class Reinforce(Advantage):
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute the returns, which are also the advantages."""
+        """Compute the discounted return of every token, which is also its advantage: [N] each."""
         returns = discounted_returns(inputs.token_rewards, inputs.mask, inputs.lengths, gamma=self.gamma)
         return Advantages(returns, returns)
 
@@ -533,7 +535,10 @@ class Remax(Advantage):
     needs_greedy_baseline: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute returns minus baseline, and returns; raise ValueError without greedy rewards."""
+        """Compute each token's return minus the greedy reward, and its return: [N] each.
+
+        Raises ValueError without the rewards of greedy responses.
+        """
         if inputs.baseline_rewards is None:
             raise ValueError("ReMax needs rewards of greedy responses: Scores.baseline_rewards is missing")
 
@@ -634,7 +639,7 @@ class Gae(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and the critic's targets."""
+        """Compute advantages and the critic's targets by GAE with one lambda for both: [N] each."""
         return gae(
             inputs.token_rewards,
             _critic_values(inputs),
@@ -659,7 +664,7 @@ class Vapo(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute the policy's advantages and the critic's targets."""
+        """Compute advantages with a length-adaptive lambda, and the critic's targets: [N] each."""
         samples = (inputs.token_rewards, _critic_values(inputs), inputs.mask, inputs.lengths)
         policy_lambda = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
 

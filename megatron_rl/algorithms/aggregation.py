@@ -89,7 +89,7 @@ class Aggregation(Piece, ABC):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """Mean over all tokens of the mini-batch: 1 / N.
+    """Mean over all tokens of the mini-batch: token weight 1 / N.
 
     Source: DAPO, arXiv:2503.14476, equation 12.
 
@@ -100,13 +100,13 @@ class TokenMean(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / N within the mask."""
         return mask / counts.tokens
 
 
 @dataclass(frozen=True)
 class TokenSum(Aggregation):
-    """Sum over all tokens of the mini-batch: 1.
+    """Sum over all tokens of the mini-batch: token weight 1.
 
     Example:
         >>> TokenSum().loss_weights(torch.tensor([True, False]), torch.tensor([2])).tolist()
@@ -114,13 +114,13 @@ class TokenSum(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 within the mask."""
         return mask
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum(Aggregation):
-    """Mean over responses of the sum over their tokens: 1 / B.
+    """Mean over responses of the sum over their tokens: token weight 1 / B.
 
     Example:
         >>> SeqMeanTokenSum().loss_weights(torch.ones(3) > 0, torch.tensor([1, 2])).tolist()
@@ -128,13 +128,13 @@ class SeqMeanTokenSum(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / B within the mask."""
         return mask / counts.rows
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm(Aggregation):
-    """Mean over responses of the sum over their tokens, divided by a constant: 1 / (B scale_factor).
+    """Mean over responses of their token sum, divided by a constant: token weight 1 / (B scale_factor).
 
     Source: Dr.GRPO, arXiv:2503.20783, with the longest possible response as the constant.
 
@@ -159,7 +159,10 @@ class SeqMeanTokenSumNorm(Aggregation):
         return replace(self, scale_factor=max_response_tokens)
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]; raise UserError if ``scale_factor`` is unset."""
+        """Compute the weight of every token [N]: 1 / (B scale_factor) within the mask.
+
+        Raises UserError if ``scale_factor`` is unset.
+        """
         if self.scale_factor is None:
             raise UserError(
                 "seq-mean-token-sum-norm needs a constant to divide by",
@@ -173,7 +176,7 @@ class SeqMeanTokenSumNorm(Aggregation):
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean(Aggregation):
-    """Mean over responses of the mean over their tokens: 1 / (B n_i).
+    """Mean over responses of the mean over their tokens: token weight 1 / (B n_i).
 
     Source: GRPO, arXiv:2402.03300, equation 3.
 
@@ -184,7 +187,7 @@ class SeqMeanTokenMean(Aggregation):
     """
 
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Compute the weight of every token [N]."""
+        """Compute the weight of every token [N]: 1 / (B n_i) within the mask."""
         denominators = counts.per_row.clamp(min=1) * counts.rows
         return mask / ragged.broadcast_rows(denominators, lengths)
 

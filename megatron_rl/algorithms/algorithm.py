@@ -161,13 +161,13 @@ class Algorithm:
         return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return the pieces: key -> piece."""
+        """Return the pieces that make up the algorithm, such as its policy loss: field name -> piece."""
         # The name, the summary and the length limit are fields, but not pieces.
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return the algorithm for a response limit in tokens, from which pieces derive unset settings."""
+        """Return a copy in which pieces have derived unset settings from the response limit in tokens."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **changed)
 
@@ -295,7 +295,7 @@ class Kind:
     method: str
     """Name of the method with the equation, which a user's piece must have."""
     arguments: tuple[str, ...]
-    """Arguments of the method, in the order of the call."""
+    """Names of the arguments of ``method``, in the order of the call."""
     of_function: Callable[[Any], Piece] | None = None
     """Constructor of a piece from a user's function; None if the kind accepts only classes."""
 

@@ -71,16 +71,16 @@ class Correction(Piece):
 
     @property
     def active(self) -> bool:
-        """Whether weights or rejection are configured."""
+        """Whether the correction changes the loss: by importance weights or by rejection."""
         return self.level != "none" or bool(self.rejection)
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection are computed over the step, to set the denominator of the loss."""
+        """Whether weights and rejection are computed before the loss, whose denominator depends on them."""
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors for the band, for the rejection measures, and for settings that exclude each other."""
+        """Yield the errors for the band, for rejection measures, and for settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(

@@ -148,10 +148,11 @@ def old_policy_metrics(
     algorithm: Algorithm,
     state: AlgorithmState,
 ) -> Metrics:
-    """Compute ``mismatch/*``, and the KL to a reference policy and to a teacher where they are.
+    """Compute the metrics of the old policy's distance from the engine, the reference and the teacher.
 
-    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` and ``kl/teacher`` compare
-    the old policy of `old_policy_log_probs` with the reference and with the teacher.
+    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's log-probs. ``kl/ref`` and ``kl/teacher``
+    compare the old policy of `old_policy_log_probs` with the reference and with the teacher, if these have
+    log-probs.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
@@ -185,7 +186,10 @@ def _advantage_inputs(
     valid: Tensor,
     old_log_probs: Tensor | None,
 ) -> AdvantageInputs:
-    """Shape the rewards, apply the penalties and distribute the result over tokens."""
+    """Shape the rewards, apply the penalties, and distribute the result over tokens.
+
+    Returns the inputs of the advantage estimator.
+    """
     lengths = rollouts.lengths
     shaping = algorithm.reward_shaping
     moments = shaping.moments_after(state.moments, scores.rewards, valid)
@@ -329,17 +333,17 @@ class AlgorithmState:
     """Running moments of the scaled and clipped rewards of all steps."""
 
     def state_dict(self) -> dict[str, float | list[float]]:
-        """Return the state as plain numbers."""
+        """Return the coefficient and the reward moments as plain numbers, for a checkpoint."""
         return {"kl_coef": self.kl_coef, "moments": list(self.moments)}
 
     @classmethod
     def from_state_dict(cls, state_dict: dict) -> AlgorithmState:
-        """Restore the state from the result of `state_dict`."""
+        """Construct an algorithm's state from the result of `state_dict`."""
         return cls(float(state_dict["kl_coef"]), RunningMoments(*state_dict["moments"]))
 
 
 def initial_state(algorithm: Algorithm) -> AlgorithmState:
-    """Return the state before the first step."""
+    """Return the algorithm's state before the first step."""
     return AlgorithmState(algorithm.kl.first_coef)
 
 
@@ -349,7 +353,7 @@ def next_state(
     rollouts: Rollouts,
     scores: Scores,
 ) -> AlgorithmState:
-    """Compute the state after a step from the step's rollouts and scores.
+    """Compute the algorithm's state after a step from the step's rollouts and scores.
 
     Call it once per step, after `build_train_batch` with the old state. An adaptive KL coefficient is updated
     from the KL of the old policy to the reference by the algorithm's estimator, averaged per response and
@@ -428,7 +432,7 @@ def step_metrics(
 
 
 def _reward_metrics(scores: Scores, inputs: AdvantageInputs, valid_count: int) -> Metrics:
-    """Compute ``reward/*`` over the valid rows."""
+    """Compute the metrics ``reward/*`` over the valid rows, such as the mean of raw and of shaped rewards."""
     valid = inputs.valid
     raw = scores.rewards[valid].double()
     metrics = Metrics.mean("reward/mean", float(raw.sum()), valid_count)
@@ -444,7 +448,7 @@ def _reward_metrics(scores: Scores, inputs: AdvantageInputs, valid_count: int) -
 
 
 def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
-    """Compute ``group/*`` over the prompts."""
+    """Compute the metrics ``group/*`` over the groups, each of which has the samples of one prompt."""
     dense, group_count = dense_groups(inputs.group)
 
     # First row of each group, to read the group's statistics from.
@@ -473,7 +477,7 @@ def _response_metrics(
     valid: Tensor,
     valid_count: int,
 ) -> Metrics:
-    """Compute ``response/*`` over the valid rows; lengths are in tokens, before rejection."""
+    """Compute the metrics ``response/*`` over the valid rows; lengths are in tokens, before rejection."""
     if batch.response_counts is None:
         return Metrics()
 
@@ -492,7 +496,7 @@ def _response_metrics(
 
 
 def _advantage_metrics(advantages: Tensor) -> Metrics:
-    """Compute ``advantage/*`` from the advantages of all response tokens."""
+    """Compute the metrics ``advantage/*`` from the advantages of all response tokens."""
     metrics = Metrics.mean("advantage/mean", float(advantages.sum()), len(advantages))
     metrics += Metrics.of({"advantage/std": float(advantages.std(correction=0))})
     metrics += Metrics.maximum("advantage/abs_max", float(advantages.abs().max()))

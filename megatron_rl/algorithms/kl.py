@@ -54,7 +54,7 @@ class Kl(Piece):
 
     @property
     def first_coef(self) -> float:
-        """Coefficient at the first step."""
+        """Coefficient of the penalty at the first step; 0 for an algorithm without penalty."""
         return 0.0
 
     @property
@@ -108,7 +108,7 @@ class KlPenalty(Kl):
 
     @property
     def first_coef(self) -> float:
-        """Coefficient at the first step."""
+        """Coefficient of the penalty at the first step, which an adaptive controller then changes."""
         return self.coef
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class KlPenalty(Kl):
         return self.controller == "adaptive"
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors for ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
+        """Yield the errors for ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
         if self.coef_max is None:
             return
 
@@ -218,7 +218,7 @@ class Distillation(Piece, ABC):
         """Return the term of each token [N]; both arguments are log-probs [N] of the sampled tokens."""
 
     def __call__(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Run `estimate` and check its result."""
+        """Run `estimate` and check that its result has one value per token: [N]."""
         result = self.estimate(log_probs, teacher_log_probs)
         if getattr(result, "shape", None) != log_probs.shape:
             raise wrong_result(self, "estimate", "a tensor of one value per token", result)
@@ -227,7 +227,7 @@ class Distillation(Piece, ABC):
 
 @dataclass(frozen=True)
 class NoDistillation(Distillation):
-    """No teacher."""
+    """Absence of a teacher: the algorithm does not distil."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -235,7 +235,7 @@ class NoDistillation(Distillation):
         return False
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return 0 for each token."""
+        """Return a term of 0 for each token: [N]."""
         return torch.zeros_like(log_probs)
 
 
@@ -318,7 +318,7 @@ class TopKDivergence(Distillation):
         return self.k
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return 0 for each token: the advantages have no term of the teacher."""
+        """Return a term of 0 for each token [N]: this teacher enters the loss, and not the advantages."""
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

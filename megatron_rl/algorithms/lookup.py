@@ -62,7 +62,7 @@ def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dic
 
 
 def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
-    """Return the form of a piece in a configuration: its name, or a mapping of name and settings.
+    """Convert a piece to its form in a configuration: its name, or a mapping of its name and settings.
 
     ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
     without settings.
@@ -210,7 +210,7 @@ def preference_function(loss: str, key: str) -> Any:
 
 
 def _load_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of a name or path; raise UserError for any other value."""
+    """Return the algorithm with a name, or at the path of a user's; raise UserError for any other value."""
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
@@ -260,7 +260,7 @@ def _load_piece(
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
-    """Return the piece of a name or path, or the class of a path; raise UserError for any other value."""
+    """Return the piece with a name, or the piece or class at a path; raise UserError for any other value."""
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
     if not isinstance(piece_name, str) or ":" not in piece_name:
@@ -442,10 +442,10 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
 
 
 def _method_call(kind: Kind) -> str:
-    """Return the call of the kind's method, for error texts."""
+    """Return the call of the method that a kind's pieces define, such as ``estimate(inputs)``, for errors."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
 def _base_name(kind: Kind) -> str:
-    """Return the path of the kind's base class, for error texts."""
+    """Return the import path of the base class of a kind's pieces, for error texts."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

@@ -97,7 +97,7 @@ class PolicyLoss(Piece, ABC):
         """Compute the loss of every token [N] of a micro-batch; ``log_probs`` [N] carries the gradient."""
 
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
-        """Return the tokens [N] bool of a mini-batch that get a different loss; None means no token."""
+        """Return the tokens [N] bool of a mini-batch that get a different loss, or None for no tokens."""
         return minibatch.selected
 
 
@@ -108,7 +108,7 @@ class FunctionLoss(PolicyLoss):
     function: Callable[..., TokenLoss] | None = field(default=None, metadata=NO_SETTING)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Call the user's function."""
+        """Compute the loss of every token [N] with the user's function."""
         assert self.function is not None
         return self.function(micro, log_probs)
 
@@ -189,7 +189,7 @@ class PolicyGradient(PolicyLoss):
     weighs_by_ratio: ClassVar[bool] = False
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the REINFORCE loss of every token: [N]."""
         (advantages,) = fields_of(micro, "advantages")
         return TokenLoss(-advantages * log_probs, {})
 
@@ -222,7 +222,7 @@ class PpoClip(PolicyLoss):
     )
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the clipped loss of every token [N], with the indicators of clipped tokens."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
         loss, indicators = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
@@ -269,7 +269,7 @@ class Cispo(PolicyLoss):
     clip_high: float = setting(4.0, HIGH_MEANING, at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the policy gradient loss of every token with its clipped weight: [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         # The weight is a constant of the gradient (sg): only log_prob is differentiated.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -295,7 +295,7 @@ class Sapo(PolicyLoss):
     temperature_negative: float = setting(1.05, "Steepness of the gate for A <= 0.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the gated loss of every token: [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
 
@@ -345,7 +345,7 @@ class Dppo(PolicyLoss):
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the loss of every token [N], 0 outside the trust region."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -384,7 +384,7 @@ def _complement(log_probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueLoss(Piece, ABC):
-    """Critic's loss per token; a subclass defines `token_loss`."""
+    """Loss of the critic's value per token; a subclass defines `token_loss`."""
 
     @abstractmethod
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
@@ -457,7 +457,7 @@ class Gspo(PolicyLoss):
     clip_high: float = setting(4e-4, "The response's ratio is clipped above 1 + clip_high.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the clipped loss of every token [N] on its response's ratio."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         difference = log_probs.detach() - old_log_probs
         row_mean = ragged.masked_row_means(difference, micro.response_mask, micro.lengths)
@@ -490,7 +490,7 @@ class Gmpo(PolicyLoss):
     clip_high: float = setting(0.4, "A token's log ratio is clipped above clip_high.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the loss of every token [N], which is the same for all tokens of a response."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         rows = (micro.response_mask, micro.lengths)
 
@@ -528,7 +528,7 @@ class Topr(PolicyLoss):
     follows_rollout: ClassVar[bool] = True
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the loss of every token [N], weighted by the response's capped ratio for A <= 0."""
         (advantages,) = fields_of(micro, "advantages")
         # A bad response that the policy has become unlikely to produce has a weight near 0. The ratio is a
         # constant of the gradient (sg).
@@ -563,7 +563,7 @@ class Vespo(PolicyLoss):
     follows_rollout: ClassVar[bool] = True
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the loss of every token [N], weighted by a smooth function of the response's ratio."""
         (advantages,) = fields_of(micro, "advantages")
         log_weight = _log_ratio_to_rollout(micro, log_probs)
         is_positive = advantages >= 0
@@ -663,7 +663,7 @@ class ClipCov(PolicyLoss):
     covariance_high: float = setting(5.0, "Tokens of higher covariance are not selected.")
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute PPO's clipped loss of every token [N], 0 for selected tokens."""
         # Without dual clip: the paper changes PPO's loss only on the selected tokens.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
@@ -712,7 +712,7 @@ class KlCov(PolicyLoss):
     coef: float = setting(0.1, "Weight of the penalty on selected tokens.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]."""
+        """Compute the unclipped loss of every token [N], with the penalty on selected tokens."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         selected = _selected_tokens(micro)
         difference = log_ratio(log_probs, old_log_probs)

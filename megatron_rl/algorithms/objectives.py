@@ -112,7 +112,7 @@ def _teacher_divergence(
     micro: TrainBatch,
     bucket_log_probs: Tensor | None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Compute the weighted sum of the divergence from the teacher, and the sums of its metrics."""
+    """Compute the weighted sum of the tokens' divergence from the teacher, and the sums of its metrics."""
     (teacher_log_probs,) = fields_of(micro, "teacher_top_log_probs")
     if bucket_log_probs is None:
         raise ValueError("the distillation needs the actor's log-probs of the teacher's most likely tokens")

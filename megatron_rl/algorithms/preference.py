@@ -31,22 +31,22 @@ class PreferencePairs:
     chosen: Tensor
     """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
     rejected: Tensor
-    """[P], the same of the other responses."""
+    """[P], the policy's log-probs of the rejected responses, summed and with gradient too."""
     ref_chosen: Tensor
-    """[P], the reference's log-probs of the preferred responses."""
+    """[P], the reference policy's log-probs of the preferred responses, summed over their tokens."""
     ref_rejected: Tensor
-    """[P], the same of the other responses."""
+    """[P], the reference policy's log-probs of the rejected responses, summed over their tokens."""
     chosen_tokens: Tensor
     """[P], number of response tokens of the preferred responses."""
     rejected_tokens: Tensor
-    """[P], the same of the other responses."""
+    """[P], number of response tokens of the rejected responses."""
     beta: float
     """The setting `preference.beta`."""
 
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """Settings of a DPO loss.
+    """Settings of a DPO loss: its kind and the coefficients in it.
 
     Example: ``PreferenceSettings(kind="simpo", beta=2.0, margin=0.5)``.
     """
@@ -224,7 +224,7 @@ def dpo_objective(
 
 
 def _users_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
-    """Call a user's loss; raise UserError unless it returns one number per pair."""
+    """Call a user's preference loss; raise UserError unless it returns one number per pair."""
     loss = function(pairs)
     # A scalar would broadcast in the weighted sum and give a wrong gradient without an error.
     if getattr(loss, "shape", None) != pairs.chosen.shape:

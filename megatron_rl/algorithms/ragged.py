@@ -118,15 +118,15 @@ class GroupStatistics(NamedTuple):
     """
 
     size: Tensor
-    """[B], number of valid samples."""
+    """[B], number of valid samples in the row's group."""
     mean: Tensor
-    """[B], mean of their rewards."""
+    """[B], mean reward of the row's group."""
     std: Tensor
-    """[B], unbiased (n-1) standard deviation of their rewards; 0 for fewer than two valid samples."""
+    """[B], unbiased (n-1) standard deviation of those rewards; 0 for fewer than two valid samples."""
 
 
 def dense_groups(group: Tensor) -> tuple[Tensor, int]:
-    """Renumber groups as 0..K-1: ([B] int64, K)."""
+    """Renumber the groups of rows as 0..K-1; return each row's new number and the count: ([B] int64, K)."""
     unique, dense = torch.unique(group, return_inverse=True)
     return dense, len(unique)
 

@@ -39,14 +39,14 @@ class RunningMoments(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Running mean, 0 before the first update."""
+        """Running mean of the rewards, 0 before the first update."""
         if not self.weight:
             return 0.0
         return self.first / self.weight
 
     @property
     def std(self) -> float:
-        """Running standard deviation (population), 1 before the first update."""
+        """Running standard deviation (population) of the rewards, 1 before the first update."""
         if not self.weight:
             return 1.0
         # Rounding can make the variance of equal rewards slightly negative.
@@ -120,8 +120,9 @@ class RewardShaping(Piece):
         valid: Tensor,
         moments: RunningMoments,
     ) -> Tensor:
-        """Shape ``values`` [B]: float64, 0 on invalid rows. ``moments`` include this step's rewards.
+        """Shape the rewards ``values`` [B]: float64, 0 on invalid rows.
 
+        ``moments`` include this step's rewards.
         ``values`` are the samples' ``rewards`` [B] or the rewards of responses that are compared with them,
         such as greedy ones. Batch statistics are computed from ``rewards``.
         """
@@ -238,17 +239,21 @@ class Imitation(Piece):
         mask: Tensor,
         lengths: Tensor,
     ) -> Tensor | None:
-        """Mark the tokens to imitate with 1: [N]; `weights` converts the marks to weights."""
+        """Mark the tokens that the policy imitates, those of good responses: [N] float32, 1 or 0.
+
+        A response is good if its raw reward exceeds ``threshold``. `weights` converts the marks to loss
+        weights. Returns None if ``coef`` is 0, so that nothing is imitated.
+        """
         if not self.coef:
             return None
-        good = valid & (rewards > self.threshold)
-        return (mask & ragged.broadcast_rows(good, lengths)).float()
+        is_good = valid & (rewards > self.threshold)
+        return (mask & ragged.broadcast_rows(is_good, lengths)).float()
 
     def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
         """Compute the weight of every token [N] of a mini-batch: ``coef`` over the number of marks."""
         # Without a good response the weights are 0: the clamp only keeps 0 / 0 from being NaN.
-        good = (marks > 0) & mask
-        return good.float() * self.coef / good.sum().clamp(min=1)
+        is_marked = (marks > 0) & mask
+        return is_marked.float() * self.coef / is_marked.sum().clamp(min=1)
 
 
 def update_moments(
@@ -258,7 +263,7 @@ def update_moments(
     *,
     decay: float,
 ) -> RunningMoments:
-    """Return the moments after a step's rewards; a step without a valid reward changes nothing.
+    """Return the running moments after a step's rewards; a step without a valid reward changes nothing.
 
     ``m <- decay m + (1 - decay) mean(x)`` for x = 1, R and R^2. Dividing by the weight removes the bias of
     the start, as in Adam, so the first step's mean is its own.

@@ -84,8 +84,7 @@ from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
 from megatron_rl.config.token_budget import estimated_tokens
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, out_of_range
 from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape
@@ -96,10 +95,10 @@ _PROVIDER_KEYS = ("model.provider", "model.weights")
 """Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
 
 _USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
-"""Keys that may name the user's code that runs inside the training processes."""
+"""Pattern of the keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
-"""Dotted configuration keys, unlike the files and commands that an error may also be about."""
+"""Pattern of a dotted configuration key, unlike the files and commands that an error may also be about."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class CheckReport:
         return self.config
 
     def explicit_keys(self) -> list[str]:
-        """Return the keys that a file or an override has set."""
+        """Return the configuration keys that a file or an override has set."""
         return [key for key, origin in self.origins.items() if origin.kind in ("file", "override")]
 
 
@@ -277,10 +276,10 @@ def check_config(
         training: Whether this is the check at the start of a run, on each of its ranks: files that
             ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
-        elsewhere: Whether the run will be on other machines. Packages that this machine lacks are then no
-            errors: missing packages of the run are not reported, those of the user's code are warnings.
+        elsewhere: Whether the run will be on other machines. If so, missing packages of the run are not
+            reported, and packages that the user's code imports and this machine lacks are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
-        patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
+        patience: Maximum seconds that Megatron may take to validate its settings; 0 skips the validation.
 
     Raises:
         UserErrors: The configuration could not be read at all.
@@ -487,7 +486,7 @@ def _check_world_size(check: _Check) -> int:
 
 
 def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
-    """Check the layouts of all roles; return those whose own values are valid."""
+    """Check the layouts of all roles; return role -> layout for those whose own values are valid."""
     layouts: dict[str, ParallelLayout] = {}
     if not check.is_valid("placement"):
         return layouts
@@ -514,7 +513,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
 
 
 def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
-    """Check lengths, adapters, routing and layouts against the shapes of the models."""
+    """Check token lengths, adapters, routing and layouts against the shapes of the roles' models."""
     config = check.config
     shape = inputs.shape
     lengths_valid = check.is_valid(
@@ -569,7 +568,7 @@ def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout
 
 
 def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
-    """Return the roles with a Megatron model whose config.json is available."""
+    """Return the roles whose Megatron configuration a trial can build: those with a config.json."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
     roles: list[TrialRole] = []
@@ -609,7 +608,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Build the report; derive the remaining values and the plans only if there are no errors."""
+    """Build the report of a check; derive the remaining values and the plans only if there are no errors."""
     plans = None
     config = check.config
     if not check.errors:
@@ -655,7 +654,7 @@ def _report(
 
 
 def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None) -> _Plans:
-    """Derive every unset value, compute the plans, and add the findings that need them to ``check``."""
+    """Derive every unset value, compute the plans, and add the findings that need the plans to ``check``."""
     resolved = resolve(check.config, world, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
@@ -686,7 +685,8 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     if inputs.shape is not None:
         memory = list(memory_plan(config, layouts, shapes, batch))
         if batch is not None and config.rollout.capabilities.in_process:
-            sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
+            shared = shared_weights(config, inputs.shape)
+            sync = shared.traffic(layouts["rollout"].ranks, config.gpus_per_node)
     records = inputs.preview.count if inputs.preview else None
 
     # Warnings are about explicit values. Of the derived ones, only the memory of a GPU is used.
@@ -729,7 +729,10 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Append the origin of an error's value, a file and line or an override, to the key in ``where``."""
+    """Append the origin of an error's value to the configuration key in ``where``.
+
+    The origin is a file and line, or an override.
+    """
     key = error.where
     if key is None or not _KEY.fullmatch(key):
         return error

@@ -66,7 +66,7 @@ from megatron_rl.data.template_renderer import TemplateRenderer
 from megatron_rl.errors import UserError
 
 MIN_RECORDS = 200
-"""Records at the start of a data set that are read, however large it is."""
+"""Minimum number of records that are read at the start of each data set, however large it is."""
 
 WHOLE_BYTES = 16 << 20
 """Bytes of JSON lines, over all data sets, that `check` reads completely: about a second's work."""
@@ -118,17 +118,17 @@ class DataSet:
 
     @property
     def path(self) -> str:
-        """Return the key that names the data set, such as ``data.train``."""
+        """Return the configuration key that names the data set, such as ``data.train``."""
         return self.reader.setting
 
     @property
     def data(self) -> DataConfig:
-        """Return the settings that name the fields of its records."""
+        """Return the settings that name the fields of the data set's records."""
         return self.reader.data
 
     @property
     def responses(self) -> Mapping[str, str]:
-        """Return the fields of responses with the settings that name them."""
+        """Return the fields that contain responses: field -> setting that names it."""
         return self.reader.responses
 
 
@@ -175,7 +175,7 @@ class DatasetStats:
     limit: int | None
 
     def line(self) -> str:
-        """Return the statistics as one sentence."""
+        """Describe the numbers of records and tokens as one sentence of the report."""
         records = f"the first {self.records:,} of many"
         if self.records == self.total:
             records = f"all {self.total:,}"
@@ -256,14 +256,14 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
 
 
 def _source_paths(source: DataPath) -> list[Path]:
-    """Return the paths and patterns of a source."""
+    """Return the paths and glob patterns that a setting for a data set lists."""
     if isinstance(source, str | Path):
         return [Path(source)]
     return [Path(item) for item in source]
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, or None if all do."""
+    """Return the first path of a data set that does not exist, or None if all exist."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
@@ -443,12 +443,12 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None if it cannot be read."""
+        """Return the tokenizer in the model's folder, or None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, or None if it has no template."""
+        """Return the renderer of the model's chat template, or None if it has no template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -458,7 +458,7 @@ class TokenCounter:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, or None if it cannot be rendered."""
+        """Return the tokens with which the chat template ends turns, or None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -483,7 +483,7 @@ class TokenCounter:
 
     @cached_property
     def framing_tokens(self) -> set[str]:
-        """Return the added tokens that the template renders around messages."""
+        """Return the added tokens that the chat template writes around messages, as text."""
         if self.tokenizer is None:
             return set()
         return template_tokens(self.renderer, added_token_ids(self.tokenizer).values())
@@ -653,7 +653,7 @@ class TokenCounter:
 
 
 def _characters(record: Record, data_set: DataSet) -> int:
-    """Return the characters of a record's prompt and responses together."""
+    """Return the number of characters of a record's prompt and responses together."""
     total = 0
     for name in (data_set.data.prompt_field, *data_set.responses):
         total += sum(len(text) for text in message_texts(record.values[name]))

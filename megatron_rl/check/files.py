@@ -64,7 +64,7 @@ class Files:
             self.errors.append(error)
 
     def unmade_directories(self) -> list[UserError]:
-        """Return one finding for each directory whose command has not been run yet."""
+        """Return a finding for each directory that a preparation command has yet to make."""
         findings: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"
@@ -81,7 +81,10 @@ class Files:
         return findings
 
     def _preparation(self, path: Path) -> tuple[str, str] | None:
-        """Return the directory at or above ``path`` that a command creates, with this command; else None."""
+        """Return the directory at or above ``path`` that a preparation command creates, and the command.
+
+        Returns None if no command creates such a directory.
+        """
         commands = dict(self.prepare)
         commands |= {directory: copy.command for directory, copy in self.hub.items()}
         for directory, command in commands.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megatron_rl.check.callbacks import callback_errors
+from megatron_rl.callbacks import callback_errors
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
 from megatron_rl.check.engine.servers import check_engine_servers, language_model_errors
@@ -66,9 +66,8 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
-from megatron_rl.environments.host_pool import environment_errors
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.environments.host import environment_errors
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained
@@ -169,7 +168,7 @@ def check_inputs(inputs: Inputs) -> None:
         inputs.errors.extend(best_errors(config))
 
     if config.job == TRAIN and inputs.is_valid("callbacks"):
-        inputs.errors.extend(callback_errors(config))
+        inputs.errors.extend(callback_errors(config.callbacks))
     if config.job == TRAIN and inputs.is_valid("reward"):
         _check_reward(inputs)
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
@@ -254,7 +253,7 @@ def _check_data(inputs: Inputs) -> None:
 
 
 def _check_reward(inputs: Inputs) -> None:
-    """Check reward functions and servers, and whether the servers answer now."""
+    """Check the reward functions and servers, and before a run also whether the servers answer."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
     if inputs.config.teacher_server is not None:
@@ -353,7 +352,7 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
 
 
 def _role_at(key: str) -> str:
-    """Return the role whose model the key names."""
+    """Return the name of the role whose model path is at a configuration key."""
     if key == _ACTOR_PATH:
         return "actor"
     return role_of(key.removesuffix(".path"))

@@ -188,7 +188,7 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
 
 
 def _definition(name: str, module: str) -> tuple[ast.expr | None, str]:
-    """Return the expression that a module assigns to a name, and the module of the assignment.
+    """Return the expression that a module assigns to ``name``, and the module that contains the assignment.
 
     Imports are followed. The expression is None for a name without an assignment, and for one that is
     assigned by a call such as NewType.

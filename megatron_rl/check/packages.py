@@ -11,8 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.error_forms import not_installed, unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, not_installed, unknown_choice
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -27,7 +26,7 @@ _UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 class _Requirement(NamedTuple):
-    """A package that the ``value`` of a key needs, and the extra of this project that installs it."""
+    """Optional package that a configured value needs: key, value, package, and the extra that installs it."""
 
     path: str
     value: str
@@ -102,7 +101,7 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
 
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
-    """Yield the optional packages of trackers, reward functions, evaluators and the environment."""
+    """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
     for name in config.logging.trackers:
         if name in TRACKERS:
             yield _Requirement("logging.trackers", name, TRACKERS[name], name)

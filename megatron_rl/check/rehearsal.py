@@ -44,7 +44,7 @@ _MAX_PROCESSES = 8
 
 
 class _ImportFailure(LoadFailed):
-    """Failed import: ``ended`` is true if the process exited or did not finish the import."""
+    """Error of a failed import; ``ended`` is true if the process exited or did not finish the import."""
 
     ended = True
 

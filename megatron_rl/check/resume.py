@@ -58,7 +58,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
     if resume == "auto":
         unreadable: list[UserError] = []
         for path in reversed(checkpoints(run_checkpoints)):
-            readable, error = _resumable(path, config)
+            readable, error = _check_resumable(path, config)
             if readable:
                 return [] if error is None else [error]
             if error is not None:
@@ -67,7 +67,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
     # An explicit path must itself be readable.
     if Path(resume).is_dir():
-        _, error = _resumable(Path(resume), config)
+        _, error = _check_resumable(Path(resume), config)
         return [] if error is None else [error]
 
     # The folder does not exist: suggest the newest checkpoint of the run.
@@ -86,8 +86,8 @@ def resume_errors(config: RunConfig) -> list[UserError]:
     ]
 
 
-def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint's meta.json is readable, and the error that prevents resuming from it."""
+def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
+    """Return whether a checkpoint's meta.json is readable, and an error that prevents resuming (or None)."""
     try:
         meta = read_meta(path)
     except UserError as error:

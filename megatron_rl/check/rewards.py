@@ -39,12 +39,10 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.error_forms import out_of_range, requires, unknown_choice
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range, requires, unknown_choice
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
-from megatron_rl.rewards.calls import loading_errors
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
-from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, parameter_hints
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
 from megatron_rl.user_code import find_module, missing_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
@@ -71,11 +69,11 @@ class FunctionRef(NamedTuple):
     key: str
     """The key that names the function."""
     extra: tuple[str, ...] = ()
-    """Further arguments: from the configuration, or passed to this kind of function only."""
+    """Further arguments of each call: from the configuration, or of this kind of function only."""
     accepts_group: bool = True
     """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
-    """Arguments of every call."""
+    """Names of the arguments that a run passes in every call."""
     optional: tuple[str, ...] = (TURNS, TOKENS)
     """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
@@ -83,7 +81,7 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return the kind of function as a noun for error texts."""
+        """Return the kind of the function as a noun for error texts, such as "reward function" or its key."""
         return "reward function" if self.key == "reward.function" else self.key
 
 
@@ -148,7 +146,10 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for ``reward.arguments``: reserved names, and values that a run folder has hidden."""
+    """Return the errors for ``reward.arguments``: reserved names, or values that are redacted.
+
+    The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
+    """
     # A reserved name would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
@@ -166,7 +167,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that was copied from a run folder, which hides secrets."""
+    """Return the error for a value that is redacted, copied from the stored configuration of a run."""
     if not is_hidden(value):
         return []
     return [
@@ -285,7 +286,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 
 def _binds(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -368,8 +369,8 @@ def _signature_fix(function: FunctionRef, refused: bool, unsupplied: Sequence[st
     return ", or ".join(fixes)
 
 
-class _Loading(NamedTuple):
-    """A function to load in a contained process, with the settings of that process."""
+class _ContainedFunction(NamedTuple):
+    """Function that `check` loads in a contained process, with the settings of that process."""
 
     config: RewardConfig
     """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
@@ -383,7 +384,7 @@ class _Loading(NamedTuple):
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def errors(self) -> list[UserError]:
-        """Load the function as a run does; return the errors of loading it."""
+        """Load the function in a contained process as a run does; return the errors of loading it."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
     def source_errors(self) -> list[UserError]:
@@ -399,44 +400,44 @@ def function_errors(config: RunConfig) -> list[UserError]:
     Functions whose source has errors are skipped, so that one mistake is one error.
     """
     # A process for each function: importing one must not affect another.
-    loadings = [
-        loading
-        for loading in _loadings(config)
+    functions = [
+        function
+        for function in _contained_functions(config)
         # Skip the package's own functions, whose import the tests cover.
-        if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
+        if not (function.config.function or "").startswith("megatron_rl.") and not function.source_errors()
     ]
 
-    if not loadings:
+    if not functions:
         return []
 
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for loading_failures in pool.map(_Loading.errors, loadings):
-            errors.extend(loading_failures)
+        for function_failures in pool.map(_ContainedFunction.errors, functions):
+            errors.extend(function_failures)
     return errors
 
 
-def _loadings(config: RunConfig) -> Iterator[_Loading]:
-    """Yield the functions of rewards, evaluation sets and the LLM judge."""
+def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
+    """Yield the functions that run in contained processes: rewards, filters, evaluation and the judge's."""
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
-        yield _Loading(reward, "reward.function")
+        yield _ContainedFunction(reward, "reward.function")
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _Loading(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
+        yield _ContainedFunction(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.functions().items():
-            yield _Loading(reward.of_function(function), f"evaluation.sets.{name}.{key}")
+            yield _ContainedFunction(reward.of_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 
     # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
-    yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
+    yield _ContainedFunction(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
     if is_function(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
-        yield _Loading(template, "reward.judge.template", returns_text=True, accepts_group=False)
+        yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
 PATIENCE = 2.0
@@ -448,7 +449,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _SET_BY_JUDGE = ("model", "messages", "stream", "n")
-"""Parameters of a judge's request that the run sets itself."""
+"""Parameters of a request to an LLM judge that the run sets itself."""
 
 
 def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
@@ -459,7 +460,7 @@ def _reward_servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerCon
 
 
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
-    """Yield the errors for the servers' settings, without sending a request."""
+    """Yield the errors for the settings of reward servers, without sending a request."""
     for section, config in _reward_servers(reward):
         yield from check_server(section, config)
 
@@ -477,7 +478,7 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
 
 
 def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
-    """Yield a warning about a teacher's server that does not respond now."""
+    """Yield a warning if the teacher's server does not respond now."""
     (problem,) = _request_all([(config.url, None)])
     if problem is not None:
         yield UserError(
@@ -659,10 +660,10 @@ def silent_servers(
 
 
 def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
-    """Send a request to each (URL, health path) in parallel; return the problem of each, None for a response.
+    """Send a request to each (URL, health path) in parallel.
 
-    Uses daemon threads instead of a pool: a DNS lookup can block longer than `check` waits, and a pool would
-    wait for it at exit.
+    Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
+    of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
     """
     problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
 
@@ -681,7 +682,7 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, or None for a healthy server.
+    """Send one request to ``url``; return its problem as text, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """

@@ -13,8 +13,7 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.response_limits import AUTO
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
@@ -240,7 +239,7 @@ def check_checkpoint(
 
 
 def _memory_fix(config: RunConfig) -> str:
-    """Return the settings that lower the memory of a rank and that the run does not have yet."""
+    """Return, as a fix, the settings that lower a rank's memory and that the run does not have yet."""
     steps = ["raise tensor or pipeline", "use more GPUs"]
     if config.job == TRAIN:
         if config.actor.recompute != "full":

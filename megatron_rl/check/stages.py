@@ -13,8 +13,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.records import source_text
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, single_errors
+from megatron_rl.errors import UserError, requires, single_errors
 from megatron_rl.shapes.model import ModelShape
 
 SMOOTHED = ("sigmoid", "robust")
@@ -33,7 +32,7 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
 
 
 def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
-    """Yield the errors for one stage's settings."""
+    """Yield the errors for one stage's settings that single values do not show, such as two equal fields."""
     settings = plan.settings
 
     response_fields = [getattr(settings, name) for name in settings.RESPONSES]

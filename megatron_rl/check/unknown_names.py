@@ -41,7 +41,7 @@ from megatron_rl.errors import UserError, nearest
 REFERENCE = "docs/configuration.md lists every name"
 
 _ROLE_SECTIONS = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
-"""Sections with settings of the same names; an unqualified name means the actor's."""
+"""Sections of several roles that have settings of the same names; an unqualified name means the actor's."""
 
 _FOREIGN_ROLES: Mapping[str, str] = {
     "ref": "reference",
@@ -63,7 +63,7 @@ _MIN_MISSPELLED_LETTERS = 6
 """Shortest name, in letters, for which a similar name is searched in other sections."""
 
 _MAX_LISTED = 8
-"""Number of names of an unknown section that an error lists."""
+"""Maximum number of names in an unknown section that an error lists."""
 
 _MAX_VALUE_CHARACTERS = 40
 
@@ -107,7 +107,7 @@ class _UnknownEntry:
 
     @property
     def key(self) -> str:
-        """Return the path with the file or override that wrote it."""
+        """Return the path of the name, with the file or override that wrote it."""
         node = _node(self.tree, self.names)
         if node is None or node.origin.kind == "default":
             return self.path
@@ -239,7 +239,10 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for a name of another project, or our former name; ``our_key`` is the current key."""
+    """Return the error for another project's name, or a former name of ours, of a setting.
+
+    ``our_key`` is the current key of the setting.
+    """
     message = f"`{entry.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
     value = _mapped_value(counterpart, entry.value)
@@ -359,7 +362,7 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
 
 
 def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[str]:
-    """Return the keys with this name in other sections; for a key that several roles have, the actor's.
+    """Return the keys in other sections with the same name; of a key that several roles have, the actor's.
 
     ``misspellings`` also searches for keys with a similar name.
     """
@@ -389,7 +392,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[
 
 
 def piece_paths() -> list[str]:
-    """Return the key of every setting of the named pieces of algorithms."""
+    """Return the key of every setting of an algorithm's named pieces (its loss and other components)."""
     keys: list[str] = []
     for section, kind in KINDS.items():
         for piece in kind.named.values():
@@ -408,7 +411,7 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _mapped_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value; the same value if the table has no entry for it."""
+    """Return our value for another project's value, or the value itself if no other one is known."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
@@ -416,9 +419,10 @@ def _mapped_value(counterpart: OtherName, value: Any) -> Any:
 
 
 def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
-    """Try the configuration with ``key: value`` in place of the unknown name.
+    """Check the configuration with ``key: value`` in place of the unknown name.
 
-    If the algorithm's own piece lacks the setting, the replacement also selects the ``piece`` that has it.
+    If the algorithm's own piece (such as its loss) lacks the setting, the replacement also selects the
+    ``piece`` that has it.
     """
     # Errors that the configuration has without the unknown name do not count against the suggestion.
     base = copy.deepcopy(entry.tree)
@@ -475,7 +479,7 @@ def _written_value(entry: _UnknownEntry, key: str) -> Any:
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node at the path ``names``, or None for a missing one."""
+    """Return the node of the configuration at the path ``names``, or None if there is none."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):
@@ -485,7 +489,7 @@ def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
 
 
 def _remove(tree: Section, names: Sequence[str]) -> None:
-    """Remove a name from a tree, and the sections above it that are then empty."""
+    """Remove the name at a path from a configuration, and the sections above it that are then empty."""
     section = _node(tree, names[:-1])
     if isinstance(section, Section):
         section.children.pop(names[-1], None)
@@ -506,7 +510,7 @@ def _section_names(tree: Section, path: str) -> list[str]:
 
 
 def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path, as names, and the value of each leaf of nested mappings."""
+    """Yield the path (a tuple of names) and the value of each leaf of nested mappings."""
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _leaves(inner, (*names, name))
@@ -515,14 +519,14 @@ def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _tree(value: Any) -> Leaf | Section:
-    """Return a plain value as a node of the configuration's tree."""
+    """Convert a plain value to a node of the configuration's tree: mappings to sections, others to leaves."""
     if isinstance(value, dict):
         return Section({name: _tree(inner) for name, inner in value.items()})
     return Leaf(value, DEFAULT)
 
 
 def _short_text(value: Any) -> str:
-    """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
+    """Format a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:
         text = one_line(value)

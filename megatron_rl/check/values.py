@@ -22,8 +22,7 @@ from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import RolloutConfig, limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.error_forms import exclusive, requires
-from megatron_rl.errors import UserError, nearest, single_errors
+from megatron_rl.errors import UserError, exclusive, nearest, requires, single_errors
 
 _CHANGES_DISTRIBUTION = (
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "banned_tokens", "min_response_tokens",
@@ -114,21 +113,16 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for teachers of tasks: an invalid name, no model, or a task of two teachers."""
+    """Yield the errors for teachers of single tasks: invalid names, no model, or two for the same task."""
     teachers_of_task: dict[str, list[str]] = {}
     for name, teacher in config.teachers.items():
         path = f"teachers.{name}"
         yield from name_errors(path, name, identifier=True)
+        if teacher.path is None:
+            expected = "a checkpoint with the actor's tokenizer"
+            yield _no_model_error(path, expected, fix=f"set {path}.path")
         for task in teacher.tasks or (name,):
             teachers_of_task.setdefault(task, []).append(name)
-        if teacher.path is None:
-            yield UserError(
-                f"`{path}` has no model",
-                where=f"{path}.path",
-                expected="a checkpoint with the actor's tokenizer",
-                got="nothing",
-                fix=f"set {path}.path",
-            )
 
     for task, names in teachers_of_task.items():
         if len(names) > 1:
@@ -181,13 +175,15 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
         path = f"reward.models.{name}"
         yield from name_errors(path, name, reserved, identifier=True)
         if model.path is None and model.training is None:
-            yield UserError(
-                f"`{path}` has neither `path` nor `training`",
-                where=f"{path}.path",
-                expected="a *ForSequenceClassification checkpoint, or a training section",
-                got="neither",
-                fix=f"set {path}.path, or {path}.training to train one from the starting model",
-            )
+            expected = "a *ForSequenceClassification checkpoint, or a training section"
+            fix = f"set {path}.path, or {path}.training to train one from the starting model"
+            yield _no_model_error(path, expected, fix)
+
+
+def _no_model_error(path: str, expected: str, fix: str) -> UserError:
+    """Return the error for the section of a named model, a teacher or reward model, that names no model."""
+    message = f"`{path}` has no model"
+    return UserError(message, where=f"{path}.path", expected=expected, got="nothing", fix=fix)
 
 
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
@@ -220,7 +216,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for values that contradict each other."""
+    """Yield the errors for values of two settings that contradict each other."""
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -350,7 +346,10 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
-    """Yield the errors for the weights of sources after a number of steps."""
+    """Yield the errors for the weights with which sources of prompts are drawn from step ``steps`` on.
+
+    ``weights``: name of a source -> weight. ``sources``: names of all sources.
+    """
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(

@@ -24,7 +24,7 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.progress import count_progress
 
 _FULL_BYTES = 2**20
-"""A disk with fewer free bytes counts as full, even if the failed writer reports another reason."""
+"""Free bytes below which a disk counts as full, even if the failed writer reports another reason."""
 _SHOWN_PROBLEMS = 5
 """Maximum number of damaged files in a summary of one line."""
 _SHOWN_LINES = 8
@@ -196,7 +196,7 @@ class PendingCheckpoint:
         self._is_finished = True
 
     def _wait(self) -> None:
-        """Wait for the thread; raise the error with which it failed."""
+        """Wait for the thread that writes this rank's files; raise the error with which it failed."""
         size = 0
         while self._thread.is_alive():
             self._thread.join(_PROGRESS_SECONDS)
@@ -332,7 +332,7 @@ def find_model_damages(folder: Path) -> list[str]:
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
-    """Join the first lines of `find_damages` into one line, with the number of omitted ones."""
+    """Join the first of the lines from `find_damages` into one line, with the number of omitted ones."""
     text = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
         text += f" and {len(problems) - _SHOWN_PROBLEMS} more"

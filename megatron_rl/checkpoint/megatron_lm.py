@@ -186,17 +186,18 @@ def _state(
 
 
 def _torch_value(value: Any) -> Any:
-    """Return the torch object that a string such as "torch.bfloat16" names; return other values unchanged."""
+    """Convert a string such as "torch.bfloat16" to the object of torch; return other values unchanged."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
 
 
 def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
-    """Change the padding of a sharded embedding or output tensor so that it has ``row_count`` rows in total.
+    """Change a sharded tensor with a row per token of the vocabulary to ``row_count`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
-    The last tensor-parallel rank adds or removes rows of zeros. Other values are returned unchanged.
+    The last tensor-parallel rank adds or removes rows of zeros. Other values than embedding and output
+    tensors are returned unchanged.
     """
     vocabulary = vocabulary_names(model.spec.model.shape)
     if not isinstance(value, ShardedTensor) or value.key not in vocabulary:
@@ -341,7 +342,7 @@ def _first_difference(
 
 
 def _is_equal_up_to_rounding(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
-    """Return whether the float32 master weights in a box equal the model weights up to rounding."""
+    """Return whether master weights equal the model weights in a box (slice) of a tensor, up to rounding."""
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
 

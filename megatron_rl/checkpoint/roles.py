@@ -55,7 +55,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.error_forms import unreadable_file
+from megatron_rl.errors import unreadable_file
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import pretrained
@@ -68,7 +68,7 @@ _OPTIMIZER_BYTES = 12
 
 
 class TrainedRole(NamedTuple):
-    """A role's model and optimizer on this rank, to save or to restore.
+    """A role's model and optimizer on this rank, which are saved or restored together.
 
     Example: ``TrainedRole(model, optimizer)`` on the role's ranks, ``TrainedRole(None, None)`` on others.
     """
@@ -180,7 +180,10 @@ def _prepare(
     layout: str,
     checkpoint_bytes: float,
 ) -> None:
-    """Create the folders of a checkpoint; raise UserError if it cannot be written."""
+    """Create the folders of a checkpoint; raise UserError if it cannot be written.
+
+    ``checkpoint_bytes``: size of the complete checkpoint, for which the disk must have room.
+    """
     if layout == SAME:
         for role in roles.values():
             require_shards(role.optimizer)
@@ -195,7 +198,10 @@ def _prepare(
 
 
 def _stored_bytes(role: TrainedRole) -> int:
-    """Return the bytes of a role's checkpoint that this rank counts; the sum over all ranks is its size."""
+    """Return the bytes of a role's checkpoint that this rank accounts for.
+
+    The sum over all ranks is the size of the role's part of the checkpoint.
+    """
     if role.model is None:
         return 0
 
@@ -332,7 +338,7 @@ def load_model(
 
 
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
-    """Return the content of a torch.save file of plain values, tensors and ``types``.
+    """Read a file that torch.save wrote, of plain values, tensors and ``types``.
 
     Raises UserError if the file is unreadable or contains an object of the wrong type.
     """
@@ -399,7 +405,7 @@ def _layout_meta(model: ParallelModel) -> dict[str, Any]:
 
 
 def _dtype(model: ParallelModel) -> str:
-    """Return the name of the parameters' dtype, such as "bfloat16"."""
+    """Return the name of the dtype of the model's parameters, such as "bfloat16"."""
     return str(model.transformer_config.params_dtype).removeprefix("torch.")
 
 
@@ -411,7 +417,7 @@ def _layer_kind(model: ParallelModel) -> str:
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
-    """Return the optimizer's entry of meta.json, or None without an optimizer."""
+    """Return the entry of meta.json that names the kind of optimizer, or None without an optimizer."""
     if optimizer is None:
         return None
     return optimizer_kind(optimizer.config.name, optimizer.config.distributed)

@@ -152,13 +152,16 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
 
 def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return parameter -> its ShardedTensor or ShardedTensorFactory from Megatron's sharded ``state``."""
+    """Return each parameter's entry in Megatron's sharded ``state``.
+
+    It is a ShardedTensor or a ShardedTensorFactory.
+    """
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
     return {item.data: item for item in nested_values(sharded) if item.data is not None}
 
 
 def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
-    """Return the boxes of global tensors that a parameter consists of.
+    """Return the boxes (rectangular parts) of global tensors that a parameter consists of.
 
     ``sharded`` is the parameter's ShardedTensor or ShardedTensorFactory. Returns an empty list if a factory
     copies the parameter's values, since the boxes are then not views of the parameter.
@@ -329,7 +332,7 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
 
 
 def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
-    """Parse one entry of an index file; JSON stores tuples as lists."""
+    """Parse the box of one entry of an index file; JSON stores its tuples as lists."""
     box = ParameterBox(
         entry["key"],
         tuple(entry["start"]),

@@ -382,8 +382,8 @@ def sharded_state(
         return chunks, {}
 
     with (
-        _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
-        _replaced(optimizer, "state_dict", partial(_with_step, step_count(optimizer))),
+        _replaced_method(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
+        _replaced_method(optimizer, "state_dict", partial(_with_step, step_count(optimizer))),
     ):
         state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     rank_state, stored_state = extract_nonpersistent(state)
@@ -394,15 +394,15 @@ def sharded_state(
     replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
     common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
     complete_state = {**chunks, "optimizer": tensors, "optimizer_common": common_object}
-    return complete_state, _unwrapped(rank_state)
+    return complete_state, _unwrap(rank_state)
 
 
-def _unwrapped(value: Any) -> Any:
-    """Replace each of Megatron's wrappers in a nested state with the value that it contains."""
+def _unwrap(value: Any) -> Any:
+    """Replace each of Megatron's wrappers in a nested state by the value that it contains."""
     if isinstance(value, dict):
-        return {key: _unwrapped(item) for key, item in value.items()}
+        return {key: _unwrap(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_unwrapped(item) for item in value]
+        return [_unwrap(item) for item in value]
     return value.unwrap()
 
 
@@ -423,7 +423,10 @@ def _own_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
 
 
 def _clear_padding(model: ParallelModel) -> None:
-    """Zero the padding rows of the embedding and output weights, which may be absent from the checkpoint."""
+    """Zero the padding rows of the embedding and output weights, which may be absent from the checkpoint.
+
+    These are the rows after the last token of the vocabulary.
+    """
     shape = model.spec.model.shape
     for storage, parameter in live_parameters(model).items():
         if global_name(model, storage) in vocabulary_names(shape):
@@ -536,7 +539,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         settings.append(group_settings)
 
     # no_grad: shards are copied into views of parameters, which autograd does not allow.
-    with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _without_step):
+    with torch.no_grad(), _replaced_method(optimizer, "_set_main_param_and_optimizer_states", _without_step):
         optimizer.megatron.load_state_dict(state)
 
     for group, group_settings in zip(optimizer.megatron.param_groups, settings, strict=True):
@@ -548,12 +551,15 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
 
 
 @contextmanager
-def _replaced(
+def _replaced_method(
     optimizer: Optimizer,
     name: str,
     build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Context in which the method ``name`` of Megatron's optimizers is ``build(sub_optimizer, method)``."""
+    """Context in which Megatron's optimizers have another method ``name``.
+
+    ``build(sub_optimizer, method)`` returns the new method from the original one.
+    """
     sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
@@ -584,13 +590,13 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
             for tensors in state.get(index, {}).values():
                 for name, value in list(tensors.items()):
                     if isinstance(value, Tensor):
-                        tensors[name] = _padded(value, buffer)
+                        tensors[name] = _insert_padding(value, buffer)
         return state
 
     return gather
 
 
-def _padded(values: Tensor, buffer: Any) -> Tensor:
+def _insert_padding(values: Tensor, buffer: Any) -> Tensor:
     """Insert zeros between the gathered buckets, so that each element is at its offset in the buffer."""
     padded = values.new_zeros(buffer.numel)
     start = 0

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, names_in
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
@@ -87,14 +86,14 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         content = directory.read_bytes()
         names = names_in(content)
     except Exception as error:
-        raise _unreadable(directory, error) from error
+        raise _unreadable_error(directory, error) from error
     yield directory, names
 
     # The caller has not stopped, so the index names nothing dangerous.
     try:
         values = list(_stored_values(folder, pickle.loads(content)))
     except Exception as error:
-        raise _unreadable(directory, error) from error
+        raise _unreadable_error(directory, error) from error
     for path, offset, length in values:
         yield path, _names_in_archive(path, offset, length)
 
@@ -104,7 +103,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each value in the index that is a pickle, not a tensor."""
+    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors."""
     names: set[str] = set()
     for name, entry in directory.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -141,11 +140,11 @@ def _names_in_archive(
             raise ValueError("it is a program of TorchScript")
         return names_in(reader.get_record("data.pkl"))
     except Exception as error:  # damaged bytes raise errors of any type
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    """Return the error for a file of the checkpoint whose pickles cannot be parsed."""
+def _unreadable_error(path: Path, error: Exception) -> UserError:
+    """Return the error for a file of the checkpoint whose pickles cannot be parsed because of ``error``."""
     return unreadable_file(
         "a value of the checkpoint",
         path,

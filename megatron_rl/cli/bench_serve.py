@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 HEADROOM = 0.2
 """Fraction of the measured request rate that capacity planning leaves unused, for bursts of requests."""
 PERCENTILES = (50, 95, 99)
-"""Percentiles of times in the tables."""
+"""Percentiles of times that the tables show, in percent."""
 # Calls vLLM's module in place of `vllm bench serve`: that script of vLLM's CPU package does not start (0.32,
 # 0.33).
 _LOAD_TEST = """
@@ -31,7 +31,7 @@ serve.main(parser.parse_args(sys.argv[1:]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bench-serve``."""
+    """Add the command-line arguments of ``bench-serve`` to its parser."""
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     parser.add_argument(
         "--users", default="1,5,20,50", help="numbers of concurrent requests, a test for each (%(default)s)"
@@ -100,7 +100,7 @@ def load_test(
         file = Path(folder) / "result.json"
         if process.returncode or not file.is_file():
             got = process.stderr.strip()[-600:] or f"exit code {process.returncode}"
-            raise _failed_test(url, f"vLLM's load test with {users} users failed", got)
+            raise _failed_test_error(url, f"vLLM's load test with {users} users failed", got)
         result = json.loads(file.read_text())
 
     # vLLM leaves failed requests out of its times, so the server would appear faster than it is.
@@ -108,11 +108,11 @@ def load_test(
     if failed:
         messages = {line.strip().rpartition("\n")[2] for line in result["errors"] if line}
         got = "; ".join(sorted(messages))[:600]
-        raise _failed_test(url, f"{failed} of {requests} requests failed", got)
+        raise _failed_test_error(url, f"{failed} of {requests} requests failed", got)
     return result
 
 
-def _failed_test(url: str, message: str, got: str) -> UserError:
+def _failed_test_error(url: str, message: str, got: str) -> UserError:
     """Return the error for a load test without a result, or with requests that failed."""
     return UserError(
         message,
@@ -186,7 +186,7 @@ def _users(text: str) -> Sequence[int]:
 
 
 def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the server's entry for its first model: ``id``, and ``root``, the model's folder."""
+    """Return the first model that the server lists: ``id`` is its name, ``root`` its folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             return json.load(response)["data"][0]

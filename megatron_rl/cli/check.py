@@ -18,16 +18,15 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors, unknown_choice
 from megatron_rl.launcher import current_launch, process_rank
-from megatron_rl.planning.predict.checked import predict_checked
+from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 from megatron_rl.shapes.hardware import load_constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``check``."""
+    """Add the command-line arguments of ``check`` to its parser."""
     add_config_arguments(parser)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
     parser.add_argument(
@@ -103,7 +102,7 @@ def _require_gpu(name: str) -> None:
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
-    """Write the picture and simulate if requested, then print the report as text or as JSON."""
+    """Print the report as text or JSON; before that, write the picture and simulate ranks if requested."""
     # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, draw_svg(report, arguments.config))
@@ -128,7 +127,7 @@ def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
 
 
 def report_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report as plain values; sizes are in bytes, lengths in tokens."""
+    """Return the report of a check as plain values for JSON; sizes are in bytes, lengths in tokens."""
     config = {}
     for path, value in flatten(report.config).items():
         origin = report.origins[path]
@@ -160,7 +159,12 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
     weight_sync = None
     if report.sync is not None:
-        weight_sync = {**dataclasses.asdict(report.sync), "received_most": report.sync.received_most}
+        weight_sync = {
+            **dataclasses.asdict(report.sync),
+            "received_most": report.sync.received_most,
+            "inside_nodes": report.sync.inside_nodes,
+            "across_nodes": report.sync.across_nodes,
+        }
 
     return {
         "valid": not report.errors,
@@ -206,7 +210,7 @@ def _prediction_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _write_picture(path: Path, svg: str) -> None:
-    """Write the picture; raises UserError if its folder does not exist or cannot be written to."""
+    """Write the SVG picture to a file; raises UserError if the file cannot be written."""
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:

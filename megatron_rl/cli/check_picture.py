@@ -20,7 +20,7 @@ from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 _MAX_KINDS = 12
 """Largest number of kinds of nodes that are drawn."""
 _WIDE_NODE = 8
-"""Ranks of a node up to which each has a wide column."""
+"""Largest number of ranks of a node for which each rank has a wide column."""
 
 # Sizes in pixels: width of a column and of a narrow one, height of a row, width of the names at the left,
 # height of the title, of the header of a kind of nodes, and of a line of groups.
@@ -52,7 +52,7 @@ _DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes whose ranks have the same roles, divided in the same way between replicas and stages.
+    """Nodes with the same roles, and in each role with the same division into replicas and stages.
 
     Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
     """
@@ -86,7 +86,7 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
 
 
 def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
-    """Return the ranks of each node."""
+    """Return the ranks of each node, in the order of nodes; the last node may have fewer."""
     starts = range(0, world_size, gpus_per_node)
     return [range(start, min(start + gpus_per_node, world_size)) for start in starts]
 
@@ -102,7 +102,7 @@ def draw_svg(report: CheckReport, name: str) -> str:
     kinds = node_kinds(layouts, report.world_size, per_node)
     drawn_kinds = kinds[:_MAX_KINDS]
 
-    # One row for the bytes that a rank needs, and one for those that it receives.
+    # Two rows for the bytes that a rank needs and receives.
     rows = len(layouts)
     if report.sync is not None:
         rows += 2
@@ -112,7 +112,10 @@ def draw_svg(report: CheckReport, name: str) -> str:
     width = max(_LEFT + column * per_node + 16, _LEFT + 5 * _COLUMN)
     kind_height = _HEADER + _ROW * rows + 14
     groups_top = _TITLE + kind_height * len(drawn_kinds)
-    height = groups_top + _HEADER + _GROUP_ROW * (len(layouts) + 1) + 10
+    group_lines = len(layouts)
+    if report.sync is not None:
+        group_lines += 1
+    height = groups_top + _HEADER + _GROUP_ROW * (group_lines + 1) + 10
 
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -127,13 +130,17 @@ def draw_svg(report: CheckReport, name: str) -> str:
 
     for index, kind in enumerate(drawn_kinds):
         elements += _kind(report, kind, per_node, column, _TITLE + kind_height * index)
-    elements += _groups(layouts, per_node, groups_top)
+    elements += _groups(layouts, report.sync, per_node, groups_top)
     elements.append(_text(16, height - 16, legend(layouts), _NOTE_COLOUR))
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Return the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync."""
+    """Draw the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync.
+
+    Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
+    vertical position of the box, both in pixels.
+    """
     assert report.layouts is not None
     first = kind.nodes[0] * per_node
     elements: list[str] = []
@@ -169,7 +176,10 @@ def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: 
 def _role_row(
     role: str, layout: ParallelLayout, index: int, kind: NodeKind, per_node: int, column: int, top: int
 ) -> list[str]:
-    """Return the row of one role: its name, its sizes, and a bar for each replica or stage on the node."""
+    """Draw the row of one role: its name, its sizes, and a bar for each replica or stage on the node.
+
+    Returns SVG elements; ``index`` is the position of the role, and the others are arguments of the box.
+    """
     # Draw the rollout in the dark colour of the arrows that lead to it.
     colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
     if role == ROLLOUT.name:
@@ -204,7 +214,7 @@ def _role_row(
 
 
 def _sizes_text(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role in short, such as ``TP8 PP4 DP2, 64 ranks``."""
+    """Format the parallel sizes of a role, such as ``TP8 PP4 DP2, 64 ranks``."""
     sizes = layout.short_text()
     if role == ROLLOUT.name:
         sizes = f"TP{layout.tensor} x {layout.data} replicas"
@@ -222,9 +232,14 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
     return position.data, position.pipeline
 
 
-def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, bar: Sequence[int]) -> str:
-    """Return the indices of the ranks of a bar on all nodes of a kind, such as ``t0-1 p0-3 d0,4,8``."""
-    ranks = [node * per_node + slot for node in kind.nodes for slot in bar]
+def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
+    """Label a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
+
+    ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
+    these ranks on all nodes of the kind. Its letters are those of `legend`: t tensor, c context, p pipeline,
+    d data.
+    """
+    ranks = [node * per_node + slot for node in kind.nodes for slot in slots]
     positions = [layout.coordinates(rank) for rank in ranks]
     copies = "d"
     if role == ROLLOUT.name:
@@ -238,13 +253,13 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     terms = [f"{letter}{_index_text(values)}" for letter, size, values in indices if size > 1]
     # A replica, or one of its stages, can be larger than a node.
     stage_ranks = layout.tensor * layout.context
-    if len(bar) < stage_ranks:
-        terms.insert(0, f"{len(bar)} of {stage_ranks} ranks:")
+    if len(slots) < stage_ranks:
+        terms.insert(0, f"{len(slots)} of {stage_ranks} ranks:")
     return " ".join(terms) or "all"
 
 
 def _index_text(values: Sequence[int]) -> str:
-    """Return indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
+    """Format indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
 
     Example:
         >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])
@@ -265,32 +280,38 @@ def _index_text(values: Sequence[int]) -> str:
 
 
 def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Return the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
+    """Draw the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
     elements = [
-        _text(16, top + 27, "weights of a sync", weight="bold"),
-        _text(16, top + 43, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
-        _text(16, top + 60, "received; the rest is on the rank already", _NOTE_COLOUR, size=11),
+        _text(16, top + 20, "weights of a sync", weight="bold"),
+        _text(16, top + 36, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
+        _text(16, top + 52, "received inside its node, at most", _INSIDE_COLOUR, size=11),
+        _text(16, top + 68, "received across nodes, at most", _ACROSS_COLOUR, size=11),
     ]
     for slot in range(kind.size):
         ranks = [node * per_node + slot for node in kind.nodes]
         if ranks[0] not in sync.needed:
             continue
 
-        # An arrow from the rollout's row above, then the two numbers, of the busiest node.
+        # An arrow to the rollout's row above, then three numbers, each of the node with the most.
         centre = _centre(slot, column)
-        needed_size = byte_text(max(sync.needed[rank] for rank in ranks))
-        received_size = byte_text(max(sync.received[rank] for rank in ranks))
-        arrow = f"M{centre} {top + 26}v-18m-5 7l5 -7l5 7"
-        elements += [
-            f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>',
-            _text(centre, top + 43, needed_size, _TEXT_COLOUR, anchor="middle", size=12),
-            _text(centre, top + 60, received_size, _ROLE_COLOURS[0], anchor="middle", size=12),
+        across = sync.received_across_nodes
+        sizes = [
+            (_TEXT_COLOUR, max(sync.needed[rank] for rank in ranks)),
+            (_INSIDE_COLOUR, max(sync.received[rank] - across[rank] for rank in ranks)),
+            (_ACROSS_COLOUR, max(across[rank] for rank in ranks)),
         ]
+        arrow = f"M{centre} {top + 22}v-16m-5 7l5 -7l5 7"
+        elements.append(f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>')
+        for line, (colour, size) in enumerate(sizes):
+            baseline = top + 36 + 16 * line
+            elements.append(_text(centre, baseline, byte_text(size), colour, anchor="middle", size=12))
     return elements
 
 
-def _groups(layouts: dict[str, ParallelLayout], per_node: int, top: int) -> list[str]:
-    """Return for each role the dimensions in which its ranks communicate, inside a node or across nodes."""
+def _groups(
+    layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, per_node: int, top: int
+) -> list[str]:
+    """Draw what ranks exchange inside a node and across nodes: each role's groups, and a weight sync."""
     elements = [_text(16, top + 22, "groups that communicate", weight="bold")]
     x = _LEFT
     for text, colour in ((_INSIDE, _INSIDE_COLOUR), (_ACROSS, _ACROSS_COLOUR)):
@@ -300,25 +321,37 @@ def _groups(layouts: dict[str, ParallelLayout], per_node: int, top: int) -> list
 
     top += _HEADER
     for index, (role, layout) in enumerate(layouts.items()):
-        row = top + _GROUP_ROW * index
-        elements.append(_text(16, row + 16, role, weight="bold"))
-        x = _LEFT
         spans = group_nodes(layout, per_node)
         # Replicas of the engine do not communicate with each other.
         if role == ROLLOUT.name:
             spans.pop("data", None)
+        labels: list[tuple[str, str]] = []
         for dimension, nodes in spans.items():
             text = f"{dimension} {getattr(layout, dimension)}"
-            colour = _INSIDE_COLOUR
             if nodes > 1:
-                text += f" on {nodes} nodes"
-                colour = _ACROSS_COLOUR
-            width = round(len(text) * _CHARACTER) + 16
-            elements.append(f'<rect x="{x}" y="{row}" width="{width}" height="22" rx="5" fill="{colour}"/>')
-            elements.append(_text(x + width // 2, row + 15, text, "#ffffff", anchor="middle", size=12))
-            x += width + 8
-        if x == _LEFT:
-            elements.append(_text(x, row + 16, "none", _NOTE_COLOUR))
+                labels.append((f"{text} on {nodes} nodes", _ACROSS_COLOUR))
+            else:
+                labels.append((text, _INSIDE_COLOUR))
+        elements += _labels(role, labels, top + _GROUP_ROW * index)
+
+    if sync is not None:
+        sizes = ((sync.inside_nodes, _INSIDE_COLOUR), (sync.across_nodes, _ACROSS_COLOUR))
+        labels = [(f"{byte_text(size)} to all ranks", colour) for size, colour in sizes if size]
+        elements += _labels("weight sync", labels, top + _GROUP_ROW * len(layouts))
+    return elements
+
+
+def _labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list[str]:
+    """Draw a line with a name and coloured labels; ``labels`` are pairs of a text and its colour."""
+    elements = [_text(16, top + 16, name, weight="bold")]
+    x = _LEFT
+    for text, colour in labels:
+        width = round(len(text) * _CHARACTER) + 16
+        elements.append(f'<rect x="{x}" y="{top}" width="{width}" height="22" rx="5" fill="{colour}"/>')
+        elements.append(_text(x + width // 2, top + 15, text, "#ffffff", anchor="middle", size=12))
+        x += width + 8
+    if not labels:
+        elements.append(_text(x, top + 16, "none", _NOTE_COLOUR))
     return elements
 
 
@@ -338,7 +371,7 @@ def group_nodes(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
 
 
 def _centre(slot: int, column: int) -> int:
-    """Return the horizontal centre of a rank's column."""
+    """Return the horizontal centre of a rank's column in pixels; ``slot`` is its index in the node."""
     return _LEFT + column * slot + column // 2
 
 

@@ -38,7 +38,7 @@ from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
-from megatron_rl.planning.predict.checked import predict_checked
+from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -103,7 +103,7 @@ def report_text(
 
 
 def _sections(report: CheckReport) -> list[str]:
-    """Return the sections; those without results are left out, since errors stop a check early."""
+    """Return the sections of a verbose report, without those for which an early error left no results."""
     blocks = [_configuration_section(report)]
 
     # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
@@ -152,7 +152,7 @@ def first_lines(report: CheckReport, name: str) -> list[str]:
 
 
 def _run_line(report: CheckReport) -> str:
-    """Return the sizes of the model and of the run."""
+    """Describe the model and the job (its stages, or algorithm, steps, prompts and samples) as one line."""
     config = report.config
     model = Path(config.model.path).name
     if report.shape is not None:
@@ -172,7 +172,7 @@ def _run_line(report: CheckReport) -> str:
 
 
 def _parameter_text(shape: ModelShape) -> str:
-    """Return the number of parameters as text; for a mixture of experts, also of those active per token."""
+    """Format a model's number of parameters; for a mixture of experts, also of those active per token."""
     text = f"{_short_number(shape.parameters)} parameters"
     if shape.active_parameters != shape.parameters:
         text += f" ({_short_number(shape.active_parameters)} active)"
@@ -188,7 +188,7 @@ def _short_number(number: float) -> str:
 
 
 def _memory_line(report: CheckReport) -> str:
-    """Return the memory of the fullest rank, and the memory of its device."""
+    """Describe the memory of the fullest rank, and the memory of its device, as one line."""
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
@@ -202,7 +202,7 @@ def _memory_line(report: CheckReport) -> str:
 
 
 def _transfer_line(report: CheckReport) -> str:
-    """Return the bytes that one weight sync moves."""
+    """Describe the bytes that one weight sync moves as one line."""
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
@@ -217,7 +217,10 @@ def _transfer_line(report: CheckReport) -> str:
     received = byte_text(sum(report.sync.received.values()))
     received_most = byte_text(report.sync.received_most)
     model_bytes = byte_text(report.sync.model_bytes)
-    text = f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+    text = f"{received} to all ranks together, "
+    if report.world_size > report.config.gpus_per_node:
+        text += f"{byte_text(report.sync.across_nodes)} of it across nodes, "
+    text += f"{received_most} to the busiest; {model_bytes} of {weights}"
     every = report.config.hybrid_engine.every
     if every == 1:
         return text
@@ -225,7 +228,7 @@ def _transfer_line(report: CheckReport) -> str:
 
 
 def _step_line(report: CheckReport) -> str:
-    """Return the predicted seconds of a step by phase."""
+    """Describe the predicted seconds of a step, by phase, as one line."""
     prediction = predict_checked(report)
     if prediction.step is None:
         return f"not predicted: {prediction.reason}"
@@ -247,14 +250,14 @@ def _step_line(report: CheckReport) -> str:
 
 
 def _missing_reason(report: CheckReport) -> str:
-    """Return the reason why memory and weight sync are not computed."""
+    """Return the reason why the report has no memory and no weight sync."""
     if report.errors:
         return "the configuration has errors"
     return "the model's config.json is not on this machine"
 
 
 def _plan_sections(report: CheckReport) -> str:
-    """Return the sections ALGORITHM, BATCH and ROLES; empty text for a report without layouts."""
+    """Return the sections ALGORITHM, BATCH and ROLES, or empty text for a report without layouts."""
     if report.layouts is None:
         return ""
     # A job of one stage has no training step.
@@ -302,7 +305,7 @@ def _origin_text(report: CheckReport, path: str) -> str:
 
 
 def _verdict(report: CheckReport) -> str:
-    """Return the verdict of a check, its first and its last line: READY, NOT READY or NOT TRIED."""
+    """Return the verdict of a check, which is its first and its last line: READY, NOT READY or NOT TRIED."""
     warnings = _count(len(report.warnings), "warning")
     if report.errors:
         return f"NOT READY: {_count(len(report.errors), 'error')}, {warnings}"
@@ -316,7 +319,7 @@ def _verdict(report: CheckReport) -> str:
 
 
 def _section(title: str, note: str, lines: list[str]) -> str:
-    """Return a section: its title with a note, and its lines indented."""
+    """Format a section: its title with a note in parentheses, and its lines indented."""
     if note:
         title = f"{title}  ({note})"
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
@@ -331,7 +334,7 @@ def _range_text(values: tuple[int, int]) -> str:
 
 
 def _count(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
+    """Format a number with its noun, in the plural unless the number is 1."""
     if number == 1:
         return f"{number:,} {noun}"
     return f"{number:,} {plural or noun + ending}"
@@ -349,7 +352,7 @@ def _bytes(value: int) -> str:
 
 
 def _configuration_section(report: CheckReport) -> str:
-    """Return every value of the configuration: explicit, derived, and defaults."""
+    """Return the section CONFIGURATION: explicit values, derived values, and defaults."""
     explicit: list[tuple[str, str, str]] = []
     derived: list[tuple[str, str, str]] = []
     defaults: list[str] = []
@@ -380,7 +383,7 @@ def _configuration_section(report: CheckReport) -> str:
 
 
 def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
-    """Return rows of a key, a value and its origin in aligned columns."""
+    """Format rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
     # Limit the column, so that one long value does not move all origins off the screen.
     value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
@@ -388,7 +391,7 @@ def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def _value_text(value: object) -> str:
-    """Return a value on one line, shortened to `_MAX_VALUE_WIDTH`."""
+    """Format a configuration value on one line of at most `_MAX_VALUE_WIDTH` characters."""
     text = one_line(value)
     if len(text) <= _MAX_VALUE_WIDTH:
         return text
@@ -419,7 +422,7 @@ def _health_lines(config: RunConfig) -> list[str]:
 
 
 def _labelled_lines(label: str, text: str) -> list[str]:
-    """Return the lines of a label with its wrapped text; no lines for an empty text."""
+    """Return a label with its wrapped text as lines, or no lines for an empty text."""
     # Do not break lines at hyphens: a name in two parts cannot be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
     first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
@@ -429,7 +432,7 @@ def _labelled_lines(label: str, text: str) -> list[str]:
 
 
 def _data_section(report: CheckReport) -> str:
-    """Return the section of the data sets."""
+    """Return the section DATA, with a line of statistics for each data set."""
     note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
     width = max(len(stats.where) for stats in report.data_stats)
     return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
@@ -439,7 +442,7 @@ def _data_section(report: CheckReport) -> str:
 
 
 def batch_lines(report: CheckReport) -> list[str]:
-    """Return the batch arithmetic: a quantity on the left, its result on the right."""
+    """Return the lines of the section BATCH: a quantity at the left, its computed value at the right."""
     rows = [_stage_line(plan) for plan in stage_plans(report.config)]
     if report.batch is not None:
         rows += _step_lines(report, report.batch)
@@ -448,7 +451,7 @@ def batch_lines(report: CheckReport) -> list[str]:
 
 
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the lines of a training step, from its prompts to the passes over the data."""
+    """Return the lines about a training step, from its prompts to its passes over the data."""
     config = report.config
     # Numbers of rows that do not divide evenly are printed as a range.
     minibatch = f"{_range_text(batch.rows_per_minibatch)} rows"
@@ -590,7 +593,7 @@ def _order_text(config: RunConfig) -> str:
 
 
 def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    """Return a line for each limit of responses that is not a number."""
+    """Return a line for each length limit of responses that is automatic or depends on the prompt."""
     auto = rollout.auto_limit
     lines = []
     for path, value in rollout.limit_settings.items():
@@ -612,7 +615,7 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _prompts_text(tokens: int | None) -> str:
-    """Return the prompts of a table's row as text; None stands for the prompts that no other row covers."""
+    """Describe which prompts a table's row applies to; None stands for those that no other row covers."""
     if tokens is None:
         return "longer prompts"
     return f"prompts up to {tokens:,}"
@@ -636,7 +639,7 @@ def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _interval_text(every: int) -> str:
-    """Return how often weights are synced, for an interval of ``every`` versions other than 1."""
+    """Describe how often weights are synced, for an interval of ``every`` versions other than 1."""
     if every:
         return f"synced every {every} versions"
     return "never synced again"
@@ -669,7 +672,7 @@ def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _stage_line(plan: StagePlan) -> tuple[str, str]:
-    """Return the line of a stage: its steps, or its epochs."""
+    """Return the line about the length of a stage: its records per step, and its steps or epochs."""
     settings = plan.settings
     # A stage counts rows or pairs.
     rows_per_step = _count(settings.per_step, settings.UNIT)
@@ -682,7 +685,7 @@ def _stage_line(plan: StagePlan) -> tuple[str, str]:
 
 
 def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
-    """Return the prompts of a run, and the passes over the data if the number of records is available."""
+    """Describe the number of a run's prompts, and its passes over the data if ``records`` is available."""
     total = f"{steps * batch.prompts:,} prompts in the run"
     if not records:
         return total
@@ -693,7 +696,7 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 
 
 def legend(layouts: Mapping[str, ParallelLayout]) -> str:
-    """Return the meaning of the letters of coordinates, in the table of ranks and in the picture."""
+    """Explain the letters of coordinates that the table of ranks and the picture contain."""
     names = ["t tensor"]
     # Explain only the letters that the table contains.
     if any(layout.context > 1 for layout in layouts.values()):
@@ -708,7 +711,7 @@ def legend(layouts: Mapping[str, ParallelLayout]) -> str:
 
 
 def _role_lines(report: CheckReport) -> list[str]:
-    """Return each role's sizes, then a table of the ranks with the coordinates of each role."""
+    """Return the parallel sizes of each role, and a table of all ranks' coordinates in each role."""
     layouts = report.layouts or {}
     world = report.world_size
     block = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
@@ -746,7 +749,7 @@ def _role_lines(report: CheckReport) -> list[str]:
 
 
 def layout_text(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role as text."""
+    """Describe the parallel sizes of a role, and what is special about its layout, as text."""
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
@@ -764,7 +767,7 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
 
 
 def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
-    """Return a rank's coordinates in a role's layout, a dot for a rank without the role."""
+    """Format a rank's coordinates in a role's layout, or a dot for a rank without the role."""
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
@@ -800,7 +803,7 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
 
 
 def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
-    """Return the memory of the fullest rank by item and phase, then that of other ranks."""
+    """Return a table of the fullest rank's memory by item and phase, and the peaks of other ranks."""
     fullest = ranks[0]
     # A job of one stage has only the phase learn.
     phases = [phase for phase in PHASES if fullest.total(phase)]
@@ -857,7 +860,7 @@ def _unusual_checkpoints(report: CheckReport) -> list[str]:
 
 
 def _server_lines(config: RunConfig) -> list[str]:
-    """Return the command that starts an inference server of the configuration."""
+    """Return the lines of the command that starts an inference server for the run."""
     # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
         return ["the command that starts one is printed here once the model is in model.path"]
@@ -870,7 +873,7 @@ def _server_lines(config: RunConfig) -> list[str]:
 
 
 def _sync_lines(report: CheckReport) -> list[str]:
-    """Return the bytes of a weight sync, and of a sync that gathers complete tensors."""
+    """Return the lines on the bytes of a weight sync, compared with one that gathers complete tensors."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None
@@ -882,6 +885,11 @@ def _sync_lines(report: CheckReport) -> list[str]:
         ("received by the busiest rank", sync.received_most),
         ("received by all ranks together", sum(sync.received.values())),
     ]
+    if report.world_size > report.config.gpus_per_node:
+        rows += [
+            ("  inside nodes", sync.inside_nodes),
+            ("  across nodes", sync.across_nodes),
+        ]
     colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
     # For comparison: systems that gather complete tensors in the same layouts.
     gathered = gathered_bytes(sync.model_bytes, actor, colocated)

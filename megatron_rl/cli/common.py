@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.check.configuration import CheckReport, check_file
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG and the overrides."""
+    """Add the arguments of commands that read a configuration: its path (CONFIG) and the overrides."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument(
         "overrides",
@@ -40,7 +39,7 @@ def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | No
 
 
 def require_directory(path: Path, argument: str) -> None:
-    """Raise UserError unless the path is a directory."""
+    """Raise UserError unless ``path``, the value of a command's ``argument``, is a directory."""
     if path.is_dir():
         return
 

@@ -9,7 +9,7 @@ from megatron_rl.cli.common import require_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``compare``."""
+    """Add the command-line arguments of ``compare`` to its parser."""
     parser.add_argument(
         "runs",
         metavar="RUN_DIR",
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the comparison and print its tables."""
+    """Write the comparison of the runs, and print its tables; return the exit code."""
     folders = [Path(name) for name in arguments.runs]
     for folder in folders:
         require_directory(folder, "RUN_DIR")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.error_forms import requires
+from megatron_rl.errors import requires
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,
@@ -36,14 +36,14 @@ from megatron_rl.planning.machine import (
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
 """Level of a finding -> mark in front of its line."""
 _JOIN_SECONDS = 60.0
-"""Timeout of the rendezvous, and of every collective."""
+"""Timeout of the rendezvous, and of every collective, in seconds."""
 
 Sections = dict[str, list[Finding]]
 """Title of a section -> its findings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``doctor``."""
+    """Add the command-line arguments of ``doctor`` to its parser."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, for programs")
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
 
     # Skip the proof after errors: without packages it would fail with a less helpful message.
-    if arguments.gpu and not _failed(sections):
+    if arguments.gpu and not _has_error(sections):
         prints_progress = is_first_rank and not arguments.json
         sections["proof"] = _proof(Path(arguments.out), world, prints_progress=prints_progress)
 
@@ -129,16 +129,16 @@ def run(arguments: argparse.Namespace) -> int:
         # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
         watch.leave()
-    return int(_failed(sections))
+    return int(_has_error(sections))
 
 
-def _failed(sections: Sections) -> bool:
-    """Return whether any finding is an error."""
+def _has_error(sections: Sections) -> bool:
+    """Return whether any finding of any section is an error."""
     return any(finding.level == "error" for section in sections.values() for finding in section)
 
 
 def _print_errors(errors: list[Finding]) -> None:
-    """Print the errors of a rank that does not print the table."""
+    """Print the errors of a machine whose rank does not print the table."""
     for finding in errors:
         line = f"{socket.gethostname()}, rank {process_rank()}: {finding.name}: {finding.text}"
         if finding.fix:
@@ -194,7 +194,7 @@ def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
 
 
 def _print(sections: Sections) -> None:
-    """Print the findings by section, then the verdict."""
+    """Print the findings by section, then the verdict on the environment."""
     for title, section in sections.items():
         print(title.upper())
         for finding in section:

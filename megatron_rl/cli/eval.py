@@ -14,7 +14,7 @@ from megatron_rl.launcher import current_launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``eval``."""
+    """Add the command-line arguments of ``eval`` to its parser."""
     add_config_arguments(parser)
 
     parser.add_argument(
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration and the directories, then evaluate."""
+    """Check the configuration and the checkpoints' directories, evaluate them, and return the exit code."""
     # argparse assigns all following arguments to --checkpoint: those with = are overrides.
     overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
     paths = [Path(text) for text in arguments.checkpoint if text not in overrides]

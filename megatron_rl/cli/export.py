@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import warnings
 from pathlib import Path
 
 from megatron_rl.cli.common import require_directory
@@ -12,7 +14,7 @@ from megatron_rl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``."""
+    """Add the command-line arguments of ``export`` to its parser."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's checkpoints/step_N")
     parser.add_argument(
         "--trust",
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check both directories, then export."""
+    """Check the checkpoint's and the output's directory, export the checkpoint, and return the exit code."""
     checkpoint = Path(arguments.checkpoint)
     out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")
@@ -64,5 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     # After the checks, since it imports torch and Megatron-Core.
     from megatron_rl.trainer.offline import export_checkpoint
 
-    export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
+    # torch and Megatron-Core warn of their own deprecations, which the user cannot change.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
     return 0

@@ -37,7 +37,7 @@ COMMANDS = {
     "compare": ("megatron_rl.cli.compare", "compare runs: settings, results, curves"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and list the fixes"),
 }
-"""Command -> its module, and its help."""
+"""Name of a command -> its module, and its one-line help."""
 
 EXIT_INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "megatron_rl").partition(".")[0]
         if package == "megatron_rl":
             raise
-        report_errors(_not_installed(package))
+        report_errors(_not_installed_error(package))
         return EXIT_BAD_INPUT
 
     except KeyboardInterrupt:
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
-def _not_installed(package: str) -> UserError:
+def _not_installed_error(package: str) -> UserError:
     """Return the error for a package that a command imports and this Python does not have."""
     return UserError(
         "a package that this command needs is not installed for this Python",

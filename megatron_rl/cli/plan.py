@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.configured import (
@@ -63,7 +62,7 @@ A configuration sets these values itself, so `plan CONFIG` refuses them.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan`` to a parser."""
+    """Add the command-line arguments of ``plan`` to its parser."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -228,7 +227,7 @@ def _check_precision(args: argparse.Namespace) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem that the command line describes; raises UserError."""
+    """Return the search problem that the command line describes; raises UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
     constants = load_constants(args.constants)
@@ -270,7 +269,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 
 def _search(args: argparse.Namespace) -> int:
-    """Print the best placements, and write the files that the arguments name."""
+    """Search the placements of a plain model, print the best, and write the files that options name."""
     problem = problem_of(args)
     started = time.monotonic()
     result = search_simple(problem, args.split)

@@ -16,8 +16,7 @@ from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.error_forms import does_not_divide
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, does_not_divide
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import (
     Summary,
@@ -38,7 +37,7 @@ CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan-reshard`` to a parser."""
+    """Add the command-line arguments of ``plan-reshard`` to its parser."""
     parser.add_argument(
         "model", metavar="MODEL", help="preset name, directory with config.json, or the config.json itself"
     )
@@ -143,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters to transfer instead of the weights; raises UserErrors for invalid ones."""
+    """Return the adapters that ``--lora-rank`` transfers instead of the weights, or None for weights."""
     if rank is None:
         return None
 
@@ -157,7 +156,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
 
 
 def _engine_layout(text: str) -> tuple[int, bool]:
-    """Return the number of ranks of a replica, and whether each expert is on one rank (``epN``)."""
+    """Parse the engine's layout: the ranks of a replica, and whether each expert is on one (``epN``)."""
     sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
@@ -175,7 +174,11 @@ def _engine_layout(text: str) -> tuple[int, bool]:
 
 
 def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: float) -> list[str]:
-    """Return the summary as lines of text."""
+    """Format the summary of a planned transfer as lines of text.
+
+    ``peers``: bytes that other projects would send, by method. ``layouts``: description of both layouts.
+    ``seconds``: time that planning took.
+    """
     rows = [
         ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),
         (

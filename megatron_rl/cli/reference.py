@@ -20,7 +20,6 @@ from typing import Any
 from megatron_rl import PUBLIC
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.cli.formulas import with_formulas
 from megatron_rl.cli.main import COMMANDS
 from megatron_rl.config.field_types import entry_class, field_hints, section_class, type_text, union_members
 from megatron_rl.config.load import to_plain
@@ -106,7 +105,10 @@ _COLUMNS = ("Key, type, default", "Meaning")
 
 
 def configuration_page() -> str:
-    """Return the first page of the configuration reference: the pages by subject, and the top level."""
+    """Return the first page of the configuration reference.
+
+    It has a table of the other pages, each about one subject such as data, and the keys at the top level.
+    """
     rows = []
     for name, (title, sections) in SUBJECTS.items():
         keys = ", ".join(f"`{section}`" for section in sections)
@@ -116,7 +118,7 @@ def configuration_page() -> str:
 
 
 def subject_page(subject: str) -> str:
-    """Return the page of one subject: a table for each class of sections, in the configuration's order."""
+    """Return the configuration reference's page on one subject, with a table for each class of sections."""
     title, _ = SUBJECTS[subject]
     tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
@@ -127,7 +129,7 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Return the sections of each subject's page, each with the paths that share its table."""
+    """Return the sections on each page: subject -> (class, paths of the sections that share its table)."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
@@ -160,13 +162,13 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Format a header and rows as the lines of a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _section_table(section: type, paths: list[str]) -> str:
-    """Return the table of a section's keys."""
+    """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
@@ -192,7 +194,7 @@ def _piece_table(key: str, kind: Kind) -> str:
 
 
 def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the cells of a piece's setting: its name with the default, its meaning with the bounds."""
+    """Return the table cells of a piece's setting: its name with the default, its meaning with the bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
 
@@ -204,7 +206,7 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
-    """Return the cells of a configuration key, in the order of `_COLUMNS`."""
+    """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
     type_name = "section"
     if not section_class(hint):
@@ -216,15 +218,15 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
 
 
 def _meaning(setting: Setting) -> str:
-    """Return the meaning of a setting with its choices or bounds."""
-    allowed = _allowed(setting)
+    """Return the meaning of a setting with its choices or bounds, as a table cell."""
+    allowed = _allowed_values(setting)
     if not allowed:
         return setting.meaning
     return f"{setting.meaning}<br>Allowed: {allowed}."
 
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
-    """Return the default of a key as a cell."""
+    """Format the default of a configuration key as a table cell."""
     # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
@@ -240,7 +242,7 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _differences(section: Any) -> str:
-    """Return the values in which the default of a section differs from the defaults of its class."""
+    """Describe in which values the default of a section differs from the defaults of its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -249,8 +251,8 @@ def _differences(section: Any) -> str:
     return ", ".join(values)
 
 
-def _allowed(setting: Setting) -> str:
-    """Return the choices or the bounds of a setting."""
+def _allowed_values(setting: Setting) -> str:
+    """Describe the valid values of a setting: its choices or its bounds."""
     if not setting.choices:
         return setting.bounds()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
@@ -259,8 +261,116 @@ def _allowed(setting: Setting) -> str:
     return choices
 
 
+# Formulas of the algorithms' page. Docstrings have equations as plain text, which a reader of the code wants.
+# The page has the same equations in TeX: GitHub renders them there, and docs/mathml.py for the site.
+
+RATIO_CLIP = r"\operatorname{clip}(r, 1 - \text{clip_low}, 1 + \text{clip_high})"
+LOG_RATIO = r"\sum_t (\log p_t - \log p_t^{\text{rollout}})"
+
+FORMULAS: dict[str, str] = {
+    # Advantages.
+    "A_i = (R_i - mean_g) / (std_g + epsilon)": r"A_i = \frac{R_i - \mu_g}{\sigma_g + \varepsilon}",
+    "A = R / (1 + epsilon)": r"A = \frac{R}{1 + \varepsilon}",
+    "A_i = sum_k w_k GRPO(r_k)_i": r"A_i = \sum_k w_k \operatorname{GRPO}(r_k)_i",
+    "A_i = alpha (R_i - mean_g) / normalizer": r"A_i = \alpha \frac{R_i - \mu_g}{\text{normalizer}}",
+    "alpha = B / max(#{R != 0}, 1)": r"\alpha = \frac{B}{\max(\operatorname{count}(R \neq 0), 1)}",
+    "A = alpha R": r"A = \alpha R",
+    "A_i = (R_i - mean_others) / (std_others + epsilon)": (
+        r"A_i = \frac{R_i - \mu_{\text{others}}}{\sigma_{\text{others}} + \varepsilon}"
+    ),
+    "(R_max - R_second) / (std_g + epsilon)": (
+        r"\frac{R_{\text{max}} - R_{\text{second}}}{\sigma_g + \varepsilon}"
+    ),
+    "A_i = R_i - sum_j l_j R_j / sum_j l_j": r"A_i = R_i - \frac{\sum_j l_j R_j}{\sum_j l_j}",
+    "A = R": r"A = R",
+    "A_t = G_t - b": r"A_t = G_t - b",
+    "A = G": r"A = G",
+    "A_t = G_t - B_t": r"A_t = G_t - B_t",
+    "B_t = sum_i W_t^i G_t^i / sum_i W_t^i": r"B_t = \frac{\sum_i W_t^i G_t^i}{\sum_i W_t^i}",
+    "W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)": (
+        r"W_t = \sum_{j \le t} \left( 1 - 2 p_j + \sum_v p_j(v)^2 \right)"
+    ),
+    # Divergences of a teacher P and the policy Q.
+    "sum P log(P / Q)": r"\sum P \log \frac{P}{Q}",
+    "sum Q log(Q / P)": r"\sum Q \log \frac{Q}{P}",
+    "beta sum P log(P / M) + (1 - beta) sum Q log(Q / M)": (
+        r"\beta \sum P \log \frac{P}{M} + (1 - \beta) \sum Q \log \frac{Q}{M}"
+    ),
+    "M = beta P + (1 - beta) Q": r"M = \beta P + (1 - \beta) Q",
+    "A_i = R_i - mean_(j != i) R_j = n / (n - 1) (R_i - mean_g)": (
+        r"A_i = R_i - \frac{1}{n - 1} \sum_{j \neq i} R_j = \frac{n}{n - 1} (R_i - \mu_g)"
+    ),
+    # Policy losses; sg is the stopped gradient.
+    "l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob": (
+        rf"l = -\operatorname{{sg}}[{RATIO_CLIP}] \, A \log p"
+    ),
+    "l = -sg[min(r, ratio_cap)] A log_prob": (
+        r"l = -\operatorname{sg}[\min(r, \text{ratio_cap})] \, A \log p"
+    ),
+    "|p - q|": r"\lvert p - q \rvert",
+    "q log(q/p) + (1-q) log((1-q)/(1-p))": (r"q \log \frac{q}{p} + (1 - q) \log \frac{1 - q}{1 - p}"),
+    "s = sign A": r"s = \operatorname{sign} A",
+    "d_t = log_probs - old_log_probs": r"d_t = \log p_t - \log p_t^{\text{old}}",
+    "d'_t = s min(s d_t, s clip(d_t, -clip_low, clip_high))": (
+        r"d'_t = s \min(s \, d_t, s \operatorname{clip}(d_t, -\text{clip_low}, \text{clip_high}))"
+    ),
+    "l = -mean(A) exp(mean_t d'_t)": (r"l = -\operatorname{mean}(A) \exp(\operatorname{mean}_t d'_t)"),
+    "s_i = exp(mean_t(log_probs - old_log_probs))": (
+        r"s_i = \exp(\operatorname{mean}_t (\log p_t - \log p_t^{\text{old}}))"
+    ),
+    "sg[s_i] pi_t / sg[pi_t]": r"\operatorname{sg}[s_i] \frac{\pi_t}{\operatorname{sg}[\pi_t]}",
+    "max(-A s_i, -A clip(s_i))": r"\max(-A s_i, -A \operatorname{clip}(s_i))",
+    "coef |log_probs - old_log_probs|": r"\text{coef} \, \lvert \log p - \log p^{\text{old}} \rvert",
+    "l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))": rf"l = \max(-A r, -A {RATIO_CLIP})",
+    "l = min(l, -A c)": r"l = \min(l, -A c)",
+    "l = -f(r) A": r"l = -f(r) A",
+    "f(r) = sigmoid(tau (r - 1)) 4 / tau": (r"f(r) = \frac{4}{\tau} \operatorname{sigmoid}(\tau (r - 1))"),
+    "l = -A log_prob": r"l = -A \log p",
+    "l = -sg[min(R_i, 1)] A log_prob": r"l = -\operatorname{sg}[\min(R_i, 1)] \, A \log p",
+    "R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))": (
+        rf"R_i = \exp(\operatorname{{clamp}}({LOG_RATIO}, \pm 20))"
+    ),
+    "l = -sg[phi(W)] A log_prob": r"l = -\operatorname{sg}[\varphi(W)] \, A \log p",
+    "phi(W) = W^power exp(decay (1 - W))": (r"\varphi(W) = W^{\text{power}} \exp(\text{decay} \, (1 - W))"),
+    "W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))": (
+        rf"W = \exp(\operatorname{{clamp}}({LOG_RATIO}, \pm 20))"
+    ),
+    "W = power / decay": r"W = \frac{\text{power}}{\text{decay}}",
+    # Value losses and distillation.
+    "coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)": (
+        r"\text{coef} \, \max((v - G)^2, "
+        r"(\operatorname{clip}(v, v_{\text{old}} - \text{clip}, v_{\text{old}} + \text{clip}) - G)^2)"
+    ),
+    "coef (log p_teacher - log p_actor)": (
+        r"\text{coef} \, (\log p_{\text{teacher}} - \log p_{\text{actor}})"
+    ),
+}
+"""Equation as a docstring has it, on one line -> its TeX."""
+
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def with_formulas(text: str) -> str:
+    """Return Markdown with the code of equations replaced by formulas, in the notation of GitHub.
+
+    GitHub renders the content of ``$`…`$`` without any other change, such as of underscores.
+
+    Example:
+        >>> with_formulas("`A = alpha R` with `alpha`")
+        '$`A = \\\\alpha R`$ with `alpha`'
+    """
+
+    def formula(match: re.Match[str]) -> str:
+        tex = FORMULAS.get(" ".join(match[1].split()))
+        if tex is None:
+            return match[0]
+        return f"$`{tex}`$"
+
+    return _CODE.sub(formula, text)
+
+
 def algorithms_page() -> str:
-    """Return every named algorithm with its pieces, and every piece with its equation and source."""
+    """Return the page with every named algorithm's pieces, and with every piece's equation and source."""
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
@@ -306,7 +416,7 @@ def _changed_settings(piece: Piece, default: Piece) -> str:
 
 
 def commands_page() -> str:
-    """Return every command with its arguments."""
+    """Return the page with the syntax and the arguments of every command."""
     blocks = [_COMMANDS_HEAD]
     for name, (module, help_text) in COMMANDS.items():
         parser = argparse.ArgumentParser()
@@ -324,7 +434,7 @@ def commands_page() -> str:
 
 
 def _argument(action: argparse.Action) -> str:
-    """Return an argument in command-line syntax."""
+    """Format an argument in command-line syntax, such as ``--out FILE`` or ``[key=value ...]``."""
     name = action.metavar or action.dest.upper()
     if action.option_strings:
         option = action.option_strings[-1]
@@ -347,7 +457,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def python_page() -> str:
-    """Return the guide to Python, then every public name with its signature and docstring."""
+    """Return the page on Python: the guide, then every public name with its signature and docstring."""
     blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
@@ -355,7 +465,7 @@ def python_page() -> str:
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_wrapped(_signature(value))}"
+            declaration = f"def {name}{_wrap_signature(_signature(value))}"
             members = ()
 
         # Each entry has the signature as Python, the docstring, and a table of the members.
@@ -374,7 +484,7 @@ def python_page() -> str:
 
 
 def _signature(item: Any) -> str:
-    """Return the signature of a function or method without self; empty for a property."""
+    """Format the signature of a function, or of a method without self; empty for a property."""
     if isinstance(item, property):
         return ""
     if isinstance(item, classmethod):
@@ -388,8 +498,8 @@ def _signature(item: Any) -> str:
     return re.sub(r"\((self|cls)(, )?", "(", text)
 
 
-def _wrapped(signature: str) -> str:
-    """Return a signature with a line for each parameter if it is long."""
+def _wrap_signature(signature: str) -> str:
+    """Format a signature with a line for each parameter if it is long; return a short one unchanged."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     parameters_text, _, result = signature[1:].rpartition(")")
@@ -410,7 +520,7 @@ def _parameters(text: str) -> Iterator[str]:
 
 
 def other_names_page() -> str:
-    """Return the page of other projects' names for our keys, with a table per project."""
+    """Return the page with other projects' names for our keys, in a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
@@ -442,7 +552,7 @@ def other_names_page() -> str:
 
 
 def _doc(value: Any) -> str:
-    """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
+    """Convert a docstring to Markdown, with a link for each paper; empty without a docstring."""
     # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
@@ -450,7 +560,7 @@ def _doc(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table: on one line, with its bars escaped."""
+    """Format a text as a cell of a Markdown table: on one line, with its bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -467,7 +577,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def write_all(folder: Path) -> None:
-    """Write every page below a folder."""
+    """Write every generated page to its file below ``folder``."""
     for name, page_text in PAGES.items():
         path = folder / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)

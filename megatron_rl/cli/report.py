@@ -9,12 +9,12 @@ from megatron_rl.cli.common import require_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``report``."""
+    """Add the command-line arguments of ``report`` to its parser."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run folder with metrics.jsonl")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report."""
+    """Write the report of a run from its metrics, print its table, and return the exit code."""
     run_dir = Path(arguments.run_dir)
     require_directory(run_dir, "RUN_DIR")
 

@@ -16,14 +16,14 @@ from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
-from megatron_rl.config.sections.rollout import temperature_schedule
+from megatron_rl.config.sections.schedules import token_schedule
 
 HOST_MEMORY = "0.25"
 """Fraction of a host's memory that the server may use without a GPU: other programs need the rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``serve``."""
+    """Add the command-line arguments of ``serve`` to its parser."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -98,17 +98,19 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the run's sampling parameters as fields of a generation_config.json."""
+    """Return the sampling parameters of a run in the form of a generation_config.json."""
     rollout = load_config(folder.config).rollout
+
+    # A server has constant values: a schedule over steps or tokens has reached its end.
+    top_p = token_schedule(rollout.top_p).end
 
     # Filters that are off are left out, as vLLM's defaults are off.
     defaults: dict[str, Any] = {
-        # A temperature that changes over steps has reached its end.
-        "temperature": temperature_schedule(rollout.temperature).end,
+        "temperature": token_schedule(rollout.temperature).end,
         "max_new_tokens": rollout.response_limit,
     }
-    if rollout.top_p < 1:
-        defaults["top_p"] = rollout.top_p
+    if top_p < 1:
+        defaults["top_p"] = top_p
     if rollout.top_k > 0:
         defaults["top_k"] = rollout.top_k
     if rollout.min_p > 0:

@@ -14,7 +14,7 @@ from megatron_rl.trainer.logging import output_to
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``train`` and of the stages' commands."""
+    """Add the command-line arguments of ``train`` and of the stages' commands to their parser."""
     add_config_arguments(parser)
 
 

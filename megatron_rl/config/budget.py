@@ -96,7 +96,7 @@ class RankMemory:
     rank: int
     """Rank in the world; ranks with the same items are listed once, by the first of them."""
     items: tuple[MemoryItem, ...]
-    """All contributors."""
+    """All contributors to the rank's memory."""
 
     def total(self, phase: str) -> int:
         """Return the peak in bytes of a phase: the items of the complete phase plus the largest turn."""
@@ -104,6 +104,7 @@ class RankMemory:
         return self._bytes(phase, None) + max(turns, default=0)
 
     def _bytes(self, phase: str, turn: str | None) -> int:
+        """Return the bytes of the items of one role's ``turn`` in a phase; None means the complete phase."""
         return sum(item.bytes for item in self.items if phase in item.phases and item.turn == turn)
 
     def turns(self, phase: str) -> list[str]:
@@ -112,7 +113,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Return the bytes of the fullest phase."""
+        """Return the largest peak in bytes of any phase."""
         return max(self.total(phase) for phase in PHASES)
 
 
@@ -265,7 +266,7 @@ class _Learner:
     optimizer: OptimizerConfig
     """Settings of the optimizer."""
     tokens: int
-    """Tokens of a micro-batch."""
+    """Largest number of tokens of a micro-batch."""
     microbatches: int
     """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
@@ -275,7 +276,7 @@ class _Learner:
 
 
 def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
-    """Return the roles that train in a step of reinforcement learning."""
+    """Return the training settings of each role that a step of reinforcement learning trains, by role."""
     learners = {}
     for path, section in learner_sections(config).items():
         learners[role_of(path)] = _Learner(
@@ -289,7 +290,10 @@ def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
 
 
 def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _Learner]:
-    """Return the roles that a single-stage job trains, several for several reward models."""
+    """Return the training settings of each role that a single-stage job trains, by role.
+
+    There are several roles if the job trains several reward models.
+    """
     tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
     learners = {}
@@ -313,7 +317,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
 
 
 def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
-    """Return the layers of each pipeline stage."""
+    """Return the numbers of the layers in each pipeline stage, counted from 0."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
     except UserError:
@@ -321,7 +325,7 @@ def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape
         return default_stage_layers(shape.layers, layout.pipeline)
 
 
-def _layer_kind(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
     """Return the properties of a model's layers on which its memory depends."""
     fused = config.model.attention == "transformer_engine" and not shape.plain_layers
     return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
@@ -350,7 +354,7 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
 
 
 def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return the bytes in a checkpoint of an optimizer with ``state_total`` bytes in memory."""
+    """Return the bytes of an optimizer's state in a checkpoint, of ``state_total`` bytes in memory."""
     states = state_bytes(optimizer, weight_bytes)
     if optimizer.offload:
         # Gradients, 4 of the 16 bytes, are not saved.
@@ -371,13 +375,13 @@ class CheckpointMemory:
     """
 
     shards: int
-    """Optimizer states on a rank, sharded as in memory."""
+    """Bytes of the optimizer states on a rank, sharded as in memory."""
     gathered: int
-    """Optimizer states of all ranks that have the same parameters, gathered on one rank."""
+    """Bytes of the optimizer states of all ranks that have the same parameters, gathered on one rank."""
     weights: int
-    """Share of the weights that a rank writes."""
+    """Bytes of the share of the weights that a rank writes."""
     ranks: int
-    """Ranks of the job on a node."""
+    """Number of the job's ranks on a node."""
 
     @property
     def write_seconds(self) -> float:
@@ -400,7 +404,10 @@ class CheckpointMemory:
 def checkpoint_memory(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return a checkpoint's memory from the estimates of `memory_plan`; None if no role has an optimizer."""
+    """Return the memory that a checkpoint needs while it is saved; None if no role has an optimizer.
+
+    ``memory`` are the estimates of `memory_plan`.
+    """
     shards = 0
     gathered = 0
     weights = 0
@@ -441,7 +448,7 @@ def _trained_role_items(
     def item_name(item: str) -> str:
         return item if role == "actor" else f"{role} {item}"
 
-    layers = _layer_kind(config, shape, learner.recompute)
+    layers = _layer_properties(config, shape, learner.recompute)
     stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, layers.dtype_bytes)
@@ -556,7 +563,10 @@ def _is_shared_base(config: RunConfig) -> bool:
 def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the item for the weights of a role with adapters: only the adapters if it shares the base."""
+    """Return the memory item for the weights of a role with adapters.
+
+    They are only the adapters if the role shares the actor's base weights, else the adapters and a base.
+    """
     reason = own_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"
@@ -593,7 +603,7 @@ def _frozen_role_items(
     if spec_of(role).head == NUMBER:
         shape = shape.with_scalar_head()
 
-    layers = _layer_kind(config, shape, "none")
+    layers = _layer_properties(config, shape, "none")
     stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
@@ -621,7 +631,7 @@ def _frozen_role_items(
 def _sync_connections_item(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
 ) -> MemoryItem:
-    """Return NCCL's buffers for the messages of a weight sync, which remain after ranks have connected."""
+    """Return the memory item of NCCL's buffers for weight syncs, which remain once ranks have connected."""
     layout = layouts["rollout"]
     actor = layouts["actor"]
     node_peers = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)

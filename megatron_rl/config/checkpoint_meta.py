@@ -16,8 +16,7 @@ from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
 from megatron_rl.durable import DOOMED, REPLACED, remove, unreplaced_folders
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 # Written last, so that a directory with it is a complete checkpoint.
@@ -308,7 +307,7 @@ def check_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a folder was saved for another model; ``saved`` is the saved `model_identity`."""
+    """Raise UserError if a checkpoint is of another model; ``saved`` is the `model_identity` stored in it."""
     identity = model_identity(model)
     differing = [name for name in identity if name in saved and saved[name] != identity[name]]
     if not differing:

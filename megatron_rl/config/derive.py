@@ -114,7 +114,7 @@ class BatchPlan:
 
     @property
     def updates(self) -> int:
-        """Return the optimizer steps of one training step."""
+        """Return the number of optimizer steps in one training step."""
         return self.optimizer_steps * self.epochs
 
 
@@ -287,7 +287,7 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
     for spec in MODEL_ROLES:
         if spec.need is None or spec.named or not spec.needed(algorithm) or spec.sections(config):
             continue
-        # Teachers of tasks may have all tasks among them, and a server has the others.
+        # Teachers of single tasks may cover all tasks, and a teacher behind a server covers the others.
         if spec is TEACHER and (config.teachers or config.teacher_server is not None):
             continue
 
@@ -467,7 +467,10 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
-    """Fill in the values of a stage that default to the run's; None stays None."""
+    """Fill in the settings of a training stage whose defaults are settings of the run.
+
+    ``settings`` is None, and so is the result, if the run has no such stage.
+    """
     if settings is None:
         return None
 
@@ -555,7 +558,10 @@ def default_mismatch(dtype: str) -> tuple[float, float, str]:
 
 
 def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
-    """Fill in the default thresholds of a dtype, with ``warn`` at most ``stop``."""
+    """Fill in the thresholds ``warn`` and ``stop`` with the defaults for a dtype.
+
+    ``warn`` becomes at most ``stop``.
+    """
     warn, stop, reason = default_mismatch(dtype)
     if mismatch.warn is None:
         # An explicit `stop` may be below the default of `warn`, which must not exceed it.
@@ -571,7 +577,7 @@ def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]
 
 
 def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
-    """Fill in the length of a generation round with over-sampling, in tokens."""
+    """Fill in ``round_tokens``, the tokens per response after which complete groups are counted."""
     if rollout.round_tokens is not None:
         return rollout
     reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"

@@ -7,7 +7,8 @@ for `check`, `plan` and the planner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class EngineCapabilities:
     """One replica can span several ranks (`rollout.tensor`)."""
 
     partial: bool = False
-    """`Generator.interrupt` returns the tokens sampled so far, as the open order needs."""
+    """`Generator.interrupt` returns the tokens sampled so far, which `rollout.order: open` needs: it trains
+    on responses as they are completed, and continues the others with new weights."""
 
     sampling_masks: bool = False
     """`Completion.support` lists the tokens that passed top-p, top-k and min-p for each sampled token."""
@@ -45,19 +47,16 @@ class EngineCapabilities:
     """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
 
     token_history: bool = False
-    """Rules on logits can depend on all earlier tokens of a sequence, as `no_repeat_ngram_size` does."""
+    """Sampling can depend on the earlier tokens of a sequence, as `no_repeat_ngram_size` does, and on their
+    number, as a temperature over the tokens of a turn does."""
 
-    host_head_sizes: tuple[int, ...] = ()
-    """Supported sizes of an attention head on a host without accelerator, empty for any."""
+    host_kernels: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Mixer (`shapes.blocks`) -> sizes (`Mixer.kernel_size`) of its kernels on a host without accelerator.
 
-    host_latent_size: int = 0
-    """Supported size of a token's latent cache on such a host (DeepSeek: 512 + 64), 0 for any."""
+    A mixer that is not in it has no kernel. Empty for an engine that computes any model."""
 
     host_expert_rows: int = 0
     """Divisor of the widths of experts with biases on such a host, 0 for any width."""
-
-    host_delta_nets: bool = True
-    """On such a host, gated delta nets use the weights that a sync has written."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +97,15 @@ ENGINES: dict[str, EngineSpec] = {
             keeps_cache=True,
             stop_texts=True,
             token_history=True,
-            # vLLM's attention on a CPU has kernels only for these sizes.
-            host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-            host_latent_size=576,
+            # vLLM's attention on a CPU has kernels only for these sizes. In vLLM 0.32 the kernel of gated
+            # delta nets (mamba/ops/cpu/gdn_attention.py) accepts only bfloat16, and reads a packed copy of
+            # the convolution's weights, which a sync does not update.
+            host_kernels={
+                "attention": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+                "latent_attention": (576,),
+            },
             # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
             host_expert_rows=32,
-            # In vLLM 0.32 (mamba/ops/cpu/gdn_attention.py) the kernel accepts only bfloat16, and reads a
-            # packed copy of the convolution's weights, which a sync does not update.
-            host_delta_nets=False,
         ),
     ),
     "torch": EngineSpec(

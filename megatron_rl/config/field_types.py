@@ -91,7 +91,7 @@ def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a plain value to one member of a union."""
+    """Convert a plain value to one member of a union; return as `convert_value` does."""
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
     # bool is a subclass of int, so `steps: true` would otherwise be 1 step.
@@ -134,7 +134,10 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a list of ``item``, or ranges of integers such as ``0-3,8``."""
+    """Convert a list to a tuple of values of type ``item``; return as `convert_value` does.
+
+    A text with ranges of integers, such as ``0-3,8``, is also accepted for a tuple of integers.
+    """
     if item is int and isinstance(raw, str):
         ranks = parse_ranges(raw)
         return ranks is not None, ranks
@@ -147,7 +150,7 @@ def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert_mapping(item: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a mapping of names to ``item``."""
+    """Convert a mapping of names to values of type ``item``; return as `convert_value` does."""
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         return False, raw
 

@@ -246,7 +246,7 @@ RULES: tuple[HealthRule, ...] = (
 """Health rules of every run, in the order of docs/health.md."""
 
 RULE_OF: Mapping[str, HealthRule] = {rule.name: rule for rule in RULES}
-"""Name -> rule."""
+"""Name of a rule in `RULES` -> the rule."""
 
 
 def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:

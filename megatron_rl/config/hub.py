@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.config.source import Origin, Section
 from megatron_rl.errors import UserError, first_line
+from megatron_rl.shapes.pretrained import read_index, weight_files
 
 PREFIX = "hf://"
 _NAME = re.compile(
@@ -37,9 +38,9 @@ class HubCopy:
     """
 
     repo: str
-    """ORG/NAME."""
+    """Name of the repository on the Hub, ORG/NAME."""
     kind: str
-    """model or dataset."""
+    """Type of the repository: ``model`` or ``dataset``."""
     revision: str | None = None
     """Branch, tag or commit; None is the default branch at the time of the first use."""
     files: str | None = None
@@ -79,9 +80,19 @@ class HubCopy:
 
 def parse_name(name: str) -> HubCopy | None:
     """Parse a ``hf://`` name; return None if it is malformed."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     match = _NAME.fullmatch(name)
     if match is None:
         return None
+
+    # The cache joins ORG and NAME by --, which the Hub therefore allows in neither.
+    try:
+        validate_repo_id(match["repo"])
+    except HFValidationError:
+        return None
+
     kind = "model"
     if match["data"]:
         kind = "dataset"
@@ -144,14 +155,14 @@ def _is_name(value: Any) -> bool:
 def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
     """Return the path of a copy, downloaded if necessary; add it to ``incomplete`` if files are missing."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
         snapshot = _snapshot(copy, cache, weights)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        # The last folder is the model's name, so that a config.json shipped under this name is found.
-        snapshot = cache / "not-downloaded" / copy.repo.split("/")[1]
+    except Exception as error:  # of the Hub, of the disk, or of the HTTP library, which differs by version
+        # Each copy has its own folder. The last part is the model's name, by which a config.json that the
+        # package ships is found.
+        snapshot = cache / "not-downloaded" / _digest(copy)[:12] / copy.repo.split("/")[1]
         incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
         return copy.path(snapshot)
 
@@ -160,17 +171,25 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
     return copy.path(snapshot)
 
 
+def _digest(copy: HubCopy) -> str:
+    """Return a file name for a copy, which no other copy has."""
+    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
+    # equal.
+    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
-    """Return the folder of the pinned revision of a copy; download it if it has not been before."""
+    """Return the folder of the pinned revision of a copy, downloaded into ``cache`` on first use.
+
+    ``weights``: whether a model's weights are downloaded, too.
+    """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 
-    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
-    # equal.
-    pin = pins / hashlib.sha256(name.encode()).hexdigest()
+    pin = pins / _digest(copy)
 
     # All ranks of a node load the configuration at the same time: the first one downloads, and the others
     # wait for the lock and then find its copy.
@@ -203,12 +222,11 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
 
 def has_weights(snapshot: Path) -> bool:
     """Return whether every weight file of a model is in the folder of its revision."""
-    index = snapshot / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(snapshot.glob(_WEIGHTS))
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # `check` reads the index again, and reports its errors.
-        return True
-    return all((snapshot / file).is_file() for file in files)
+    files = weight_files(snapshot)
+    if files is None:
+        try:
+            files = [snapshot / name for name in read_index(snapshot).values()]
+        except UserError:
+            # `check` reads the index again, and reports its errors.
+            return True
+    return bool(files) and all(file.is_file() for file in files)

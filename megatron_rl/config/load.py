@@ -209,9 +209,10 @@ def _entries(section: Any) -> list[tuple[str, Any]]:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """Return the configuration in the form that is written to disk: values under names of secrets are hidden.
+    """Return the configuration as it is written to disk: values whose names indicate a secret are redacted.
 
-    Only free mappings can have such names: the arguments of the user's own code and of vLLM.
+    Only mappings with names of the user's choice can have such values: the arguments of the user's own code
+    and of vLLM.
     """
     rollout = config.rollout
     environment = rollout.environment
@@ -233,7 +234,7 @@ def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
 
 
 def _dump(section: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
-    """Append the lines of a section that is ``depth`` levels deep."""
+    """Append the YAML lines of a section to ``lines``, indented by ``depth`` levels."""
     indent = "  " * depth
     for name, inner in _entries(section):
         path = key_path(prefix, name)

@@ -5,9 +5,8 @@ inverts that mapping. A name includes as many of its sections as make it unique,
 ``checkpointing.metric_name``; the longest match wins.
 
 `note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
-the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
-A user's own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a
-name.
+the name is decided by `check.unknown_names`, which can test whether a run would accept the guess. A user's
+own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a name.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "rollout.no_repeat_ngram_size also bans n-grams of the prompt": "encoder_no_repeat_ngram_size",
     "it is for beam search, and responses are sampled": "length_penalty",
     (
-        "top_p, top_k and min_p of `rollout` are the same in every step; rollout.temperature may change over "
-        "steps, and rollout.sampling_profiles sets all of them per task"
+        "rollout.temperature and rollout.top_p may change over steps or over tokens, and "
+        "rollout.sampling_profiles sets them per task"
     ): """
-        top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
+        AdaptiveRolloutConfig adaptive_rollout""",
     "training uses the sampled token ids, special tokens included": """
         skip_special_tokens spaces_between_special_tokens detokenize""",
     "a stop text is part of the response, whose last token completes it": """

@@ -96,7 +96,10 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
 
 
 def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
-    """Return an empty section for a required section; for a required value, record an error, return None."""
+    """Return an empty section for a missing required section, or None for a missing value.
+
+    A missing required value is recorded as an error.
+    """
     if section_class(hint) is not None and key not in parse.broken:
         # An empty section makes the errors name each of its required keys.
         return Section()

@@ -25,7 +25,7 @@ HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.plac
 
 
 def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the configuration with the ranks of every role, from its layout or else from ``placement``.
+    """Return the configuration with the ranks of every role set, from its layout or else from ``placement``.
 
     A critic, reference or reward model without a layout gets the actor's sizes.
     """

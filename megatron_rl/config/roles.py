@@ -91,7 +91,7 @@ class RoleSpec:
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
     by_task: bool = False
-    """Whether each model computes only the rows of its tasks, into columns that they share."""
+    """Whether each model computes only the rows of its tasks, into columns that all these models share."""
     metric_prefix: str = ""
     """Group of its metrics; empty if it is the role's name."""
     need: AlgorithmNeed | None = None

@@ -16,7 +16,7 @@ from megatron_rl.user_code import import_user_module
 
 _KEY = "rollout.sampling_profile"
 
-_registered: dict[str, dict[str, Any]] = {}
+_registered_profiles: dict[str, dict[str, Any]] = {}
 """Name -> settings of the profiles that this process has registered."""
 
 
@@ -49,7 +49,7 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     if errors:
         raise UserErrors(errors)
 
-    _registered[name] = dict(settings)
+    _registered_profiles[name] = dict(settings)
     return dict(settings)
 
 
@@ -59,12 +59,12 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
     for overrides of the command line. Registered profiles become profiles of the tasks with their names.
     """
-    if _registered:
+    if _registered_profiles:
         # Records may name a registered profile as their task even if there is no rollout section.
         tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
     names = _profile_names(rollout)
-    if not isinstance(rollout, Section) or (not names and not _registered):
+    if not isinstance(rollout, Section) or (not names and not _registered_profiles):
         return
 
     # Files first: they register the profiles.
@@ -78,7 +78,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
             except UserError as error:
                 errors.append(error)
 
-    profiles = _with_registered(rollout)
+    profiles = _add_registered_profiles(rollout)
     whole_run = rollout.children.pop("sampling_profile", None)
     available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for name, node in profiles.children.items():
@@ -114,13 +114,13 @@ def _profile_names(rollout: Any) -> dict[str, Leaf]:
     }
 
 
-def _with_registered(rollout: Section) -> Section:
+def _add_registered_profiles(rollout: Section) -> Section:
     """Add the registered profiles to `rollout.sampling_profiles`, and return that section."""
     profiles = rollout.children.get("sampling_profiles")
     if not isinstance(profiles, Section):
         profiles = Section()
 
-    for name, settings in _registered.items():
+    for name, settings in _registered_profiles.items():
         origin = Origin("derived", "registered by megatron_rl.sampling_profile")
         profiles.children.setdefault(name, _node(settings, origin))
     if profiles.children:

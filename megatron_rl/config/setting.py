@@ -26,8 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range
 
 S = TypeVar("S")
 
@@ -57,7 +56,7 @@ class ForeignName:
     """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
 
     def difference(self) -> str:
-        """Return the difference of the values as one sentence, empty without a difference."""
+        """Return the difference between their values and ours as one sentence; empty if there is none."""
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)
@@ -73,7 +72,7 @@ class ForeignName:
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of one key.
+    """Description of one key of the configuration: its meaning, valid values, and names in other projects.
 
     Example: ``Setting("Training steps.", unit="steps", at_least=1)`` refuses 0.
     """
@@ -93,7 +92,7 @@ class Setting:
     less_than: float | None = None
     """Number that exceeds every allowed number."""
     choices: tuple[str, ...] = ()
-    """Allowed texts; empty for any."""
+    """Allowed texts; empty if any text is allowed."""
     or_path: bool = False
     """Whether ``file.py:Name`` is allowed in addition to the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Setting:
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
-    """(key below this section, name of that key in another project)."""
+    """Pairs of a key below this section and a name of that key in another project."""
 
     def bounds(self) -> str:
         """Return the bounds of a number as text, empty without bounds.
@@ -130,14 +129,14 @@ class Setting:
         """
         bounds = []
         if self.at_least is not None:
-            bounds.append(f"{_number(self.at_least)} or more")
+            bounds.append(f"{_number_text(self.at_least)} or more")
         elif self.more_than is not None:
-            bounds.append(f"more than {_number(self.more_than)}")
+            bounds.append(f"more than {_number_text(self.more_than)}")
 
         if self.at_most is not None:
-            bounds.append(f"at most {_number(self.at_most)}")
+            bounds.append(f"at most {_number_text(self.at_most)}")
         elif self.less_than is not None:
-            bounds.append(f"less than {_number(self.less_than)}")
+            bounds.append(f"less than {_number_text(self.less_than)}")
         return " and ".join(bounds)
 
     def contains(self, value: float) -> bool:
@@ -320,7 +319,7 @@ def _foreign_names(
     values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield an entry for each name; ``projects`` maps a project to its names, separated by commas."""
+    """Yield the `ForeignName` of each name; ``projects`` maps a project to its names, separated by commas."""
     for project, names in projects.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")
@@ -336,7 +335,7 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     """Return a bound as text, an integer without a decimal point."""
     # From 1e15 on, scientific notation is easier to read.
     if float(value).is_integer() and abs(value) < 1e15:

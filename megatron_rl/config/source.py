@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.setting import key_path
-from megatron_rl.error_forms import missing_file, unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, missing_file, unreadable_file
 
 # Key with which a configuration file names its base. It is not a key of a run: merging removes it.
 BASE_KEY = "base"
@@ -117,42 +116,45 @@ INTEGER_END = 1 << 63
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-class _Refused(yaml.MarkedYAMLError):
-    """YAML node beyond one of the limits; ``context`` is the limit, ``problem`` the excess."""
+class _LimitError(yaml.MarkedYAMLError):
+    """Error for a YAML node beyond one of the limits; ``context`` is the limit, ``problem`` the excess."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 loader of PyYAML within the limits, with three differences.
 
-    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects duplicate
+    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `duplicates` collects duplicate
     names of a mapping, of which PyYAML would silently use the last.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         # Duplicate names in a mapping: the later node and the first one.
-        self.repeated: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
+        self.duplicates: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
         # Id of each node -> its number of values and levels with expanded aliases, None inside the node.
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def root(self) -> yaml.Node | None:
-        """Return the root node, or None for an empty text; raise `_Refused` if a limit is exceeded."""
+        """Return the root node, or None for an empty text; raise `_LimitError` if a limit is exceeded."""
         try:
             node = self.get_single_node()
         except RecursionError:
-            raise _Refused(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", self.get_mark()) from None
+            raise _LimitError(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", self.get_mark()) from None
         if node is not None:
-            self._measure(node)
+            self._measure_node(node)
         return node
 
-    def _measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Return the values and levels of a node; raise `_Refused` beyond a limit."""
+    def _measure_node(self, node: yaml.Node) -> tuple[int, int]:
+        """Return the number of values in a node, with aliases expanded, and the number of nested levels.
+
+        Raises `_LimitError` if one of them exceeds its limit.
+        """
         mark = node.start_mark
         if id(node) in self._sizes:
             size = self._sizes[id(node)]
             # The expansion of such an alias would be infinite.
             if size is None:
-                raise _Refused(
+                raise _LimitError(
                     "an *alias of a complete value", None, "an *alias inside its own &anchor", mark
                 )
             return size
@@ -161,32 +163,36 @@ class _Loader(yaml.SafeLoader):
         count = 1
         levels = 1
         for child in self._children(node):
-            child_count, child_levels = self._measure(child)
+            child_count, child_levels = self._measure_node(child)
             count += child_count
             levels = max(levels, child_levels + 1)
 
         if levels > MAX_DEPTH:
-            raise _Refused(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", mark)
+            raise _LimitError(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", mark)
         if count > MAX_VALUES:
             excess = f"more than {MAX_VALUES:,} values, with those that each *alias repeats"
-            raise _Refused(f"at most {MAX_VALUES:,} values", None, excess, mark)
+            raise _LimitError(f"at most {MAX_VALUES:,} values", None, excess, mark)
         self._sizes[id(node)] = (count, levels)
         return count, levels
 
     def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        """Return the nodes inside a node; raise `_Refused` for a text or a name of the wrong form."""
+        """Return the nodes directly inside a node: items of a list, names and values of a mapping.
+
+        Raises `_LimitError` for a name that is not text, and for text with characters that JSON and file
+        systems cannot represent.
+        """
         if isinstance(node, yaml.SequenceNode):
             return node.value
         if isinstance(node, yaml.MappingNode):
-            self._note_repeated(node)
+            self._collect_duplicates(node)
             return [child for pair in node.value for child in pair]
         if _NOT_TEXT.search(node.value):
             limit = "text without null characters and halves of surrogate pairs"
-            raise _Refused(limit, None, ascii(node.value)[:80], node.start_mark)
+            raise _LimitError(limit, None, ascii(node.value)[:80], node.start_mark)
         return []
 
-    def _note_repeated(self, node: yaml.MappingNode) -> None:
-        """Collect the duplicate names of a mapping; raise `_Refused` for one that is not text.
+    def _collect_duplicates(self, node: yaml.MappingNode) -> None:
+        """Collect the duplicate names of a mapping; raise `_LimitError` for one that is not text.
 
         This must precede the conversion, where ``<<`` adds the names of other mappings: overriding one of
         those is valid.
@@ -194,20 +200,20 @@ class _Loader(yaml.SafeLoader):
         first: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _Refused("text before the colon", None, "a list or a section", key.start_mark)
+                raise _LimitError("text before the colon", None, "a list or a section", key.start_mark)
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in first:
-                self.repeated.append((key, first[key.value]))
+                self.duplicates.append((key, first[key.value]))
             else:
                 first[key.value] = key
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; raise `_Refused` for one of more than 64 bits."""
+        """Return an integer; raise `_LimitError` for one of more than 64 bits."""
         number = super().construct_yaml_int(node)
         if -INTEGER_END <= number < INTEGER_END:
             return number
-        raise _Refused("an integer from -2**63 to 2**63 - 1", None, node.value[:80], node.start_mark)
+        raise _LimitError("an integer from -2**63 to 2**63 - 1", None, node.value[:80], node.start_mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
@@ -251,7 +257,7 @@ def one_line(value: Any) -> str:
     return json.dumps(value) if "\n" in text else text
 
 
-# Line of the text, from 1 -> origin of a value on it.
+# Function from the number of a line, counted from 1, to the origin of a value on that line.
 OriginOf = Callable[[int], Origin]
 
 
@@ -264,15 +270,15 @@ def _parse(
     """
     try:
         if len(text) > MAX_TEXT:
-            raise _Refused(f"at most {MAX_TEXT:,} characters", None, f"{len(text):,} characters")
+            raise _LimitError(f"at most {MAX_TEXT:,} characters", None, f"{len(text):,} characters")
         loader = _Loader(text)
         node = loader.root()
         if node is None:
             return Leaf(None, origin_of(1))
-        _add_repeated(loader, origin_of, errors)
+        _append_duplicate_errors(loader, origin_of, errors)
         return _convert(loader, node, origin_of)
 
-    except _Refused as error:
+    except _LimitError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
         errors.append(
             UserError(
@@ -337,7 +343,7 @@ def read_file(path: Path, errors: list[UserError], location: str | None = None) 
         with path.open("rb") as file:
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
-        fix = _yaml_files_beside(path)
+        fix = _suggest_yaml_files(path)
         errors.append(missing_file(path, where=location, expected="a YAML file", fix=fix))
     except (OSError, UnicodeDecodeError) as error:
         fix = "name a file that ends in .yaml, saved as UTF-8"
@@ -525,9 +531,9 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
     return None
 
 
-def _add_repeated(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
+def _append_duplicate_errors(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
     """Append an error for each name that is written twice in one mapping."""
-    for key, first in loader.repeated:
+    for key, first in loader.duplicates:
         errors.append(
             UserError(
                 f"`{key.value}` is written twice in one section",
@@ -556,8 +562,8 @@ def _convert(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Se
     return section
 
 
-def _yaml_files_beside(path: Path) -> str:
-    """Return the fix for a missing file: the YAML files of its folder, or a check of the spelling."""
+def _suggest_yaml_files(path: Path) -> str:
+    """Return the fix for a missing file: the YAML files in its folder, or a check of the spelling."""
     # A folder without permission to list it has no suggestions.
     try:
         names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]

@@ -88,7 +88,9 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 
 def job_reads(job: str, path: str) -> bool:
     """Return whether a job reads the setting at a path; a single-stage job ignores most settings."""
-    return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
+    if job not in SECTIONS:
+        return True
+    return not _is_at_or_below(path, *_REINFORCEMENT) or _is_at_or_below(path, *_stage_keys(job))
 
 
 def _stage_keys(job: str) -> tuple[str, ...]:
@@ -96,7 +98,7 @@ def _stage_keys(job: str) -> tuple[str, ...]:
     return (*_ROW_LIMITS, SECTIONS[job].partition(".NAME")[0])
 
 
-def _below(path: str, *sections: str) -> bool:
+def _is_at_or_below(path: str, *sections: str) -> bool:
     """Return whether a path is one of ``sections`` or below one of them."""
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
@@ -127,7 +129,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
         default = item.default if item.default_factory is MISSING else item.default_factory()
 
         # A section is read if one of the keys below it is.
-        is_read = job_reads(job, path) or any(_below(name, path) for name in _stage_keys(job))
+        is_read = job_reads(job, path) or any(_is_at_or_below(name, path) for name in _stage_keys(job))
         if not is_read and default is not MISSING:
             values[item.name] = default
         elif is_dataclass(value):

@@ -101,7 +101,7 @@ class TokenBudget:
     min_tokens: int
     """Tokens of the longest row."""
     max_tokens: int
-    """Upper bound of later budgets: the largest micro-batch that is of use, and that fits into memory."""
+    """Upper bound of later budgets: a rank's share of a mini-batch, or less once a pass ran out of memory."""
     allowed: float
     """Bytes of a GPU that may be occupied."""
     estimate: int

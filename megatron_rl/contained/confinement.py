@@ -36,13 +36,13 @@ from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, S
 
 GIB = 2**30
 SCRATCH = "/dev/shm"
-"""Mount point of temporary files in memory for a process without its own root."""
+"""Mount point of the file system in memory for temporary files, for a process without its own root."""
 TOO_MANY_PROCESSES = 97
 """Exit code of a supervisor that ended its worker for having too many processes or threads."""
 TOO_MUCH_MEMORY = 98
 """Exit code of a supervisor that ended its worker for using too much memory."""
 CHECK_SECONDS = 0.1
-"""Time between two measurements of a worker and its descendants."""
+"""Seconds between two measurements of a worker and its descendants."""
 SHARED_MEMORY_CHECKS = 5
 """One of this many measurements includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
@@ -82,7 +82,7 @@ _INTERFACE_UP = 1
 
 @dataclass
 class Isolation:
-    """The state that `isolate` prepares for the process that `enter` confines."""
+    """Namespaces, limits and folders that `isolate` prepares for the process that `enter` confines."""
 
     visible: Visible
     owner: Owner
@@ -131,7 +131,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Set by how many processes the limit may be exceeded: ``count``, at most ``own_processes``."""
+    """Set by how many processes contained code may exceed its limit: ``count``, at most ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -200,7 +200,7 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
 
 
 def _temporary_folder() -> str:
-    """Return a new folder on disk for temporary files."""
+    """Create a folder on disk for temporary files, and return its path."""
     # Imported here because it takes a third of this module's import time and is seldom needed.
     import tempfile
 
@@ -208,7 +208,7 @@ def _temporary_folder() -> str:
 
 
 def _task_limit(limits: Mapping[str, Any]) -> int:
-    """Return the maximum number of threads and processes together."""
+    """Return the limit of the number of threads and processes of contained code together."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
@@ -354,7 +354,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root; return whether the kernel allowed it."""
+    """Change the root to one with only the visible paths; return whether the kernel allowed it."""
     scratch = isolation.scratch
     if scratch is None:
         return False
@@ -369,13 +369,13 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         try:
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
-            _keep_user(isolation)
+            _run_as_own_user(isolation)
             same_user = SAME_USER.format(name="root")
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.
-        _keep_user(isolation)
+        _run_as_own_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
             kernel.attach(os.dup(scratch), SCRATCH)
@@ -387,8 +387,8 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     return True
 
 
-def _keep_user(isolation: Isolation) -> None:
-    """Set this process's user as the owner of contained code."""
+def _run_as_own_user(isolation: Isolation) -> None:
+    """Record that contained code will run as this process's own user, instead of as a separate one."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
@@ -488,7 +488,7 @@ def _filter(
 
 
 def _linux_version() -> tuple[int, ...]:
-    """Return the first two numbers of the kernel's version."""
+    """Return the first two numbers of the kernel's version, such as (6, 8)."""
     numbers = re.findall(r"\d+", os.uname().release)
     return tuple(int(number) for number in numbers[:2])
 
@@ -557,7 +557,7 @@ def _exceeded_limit(
     scratch: int | None,
     count_shared: bool,
 ) -> int | None:
-    """Return the exit code of the limit that the worker and its descendants exceed, or None.
+    """Return the exit code for a limit that the worker's processes exceed, or None if they exceed none.
 
     ``count_shared`` includes shared mappings in the memory.
     """
@@ -640,7 +640,7 @@ def _task_count(process: int) -> int:
 
 
 def _private_bytes(process: int) -> int:
-    """Return the resident bytes of a process without file-backed and shared pages."""
+    """Return the resident bytes of a process, without file-backed and shared pages."""
     try:
         _, resident_pages, shared_pages, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except (OSError, ValueError):

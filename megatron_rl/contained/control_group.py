@@ -21,7 +21,7 @@ At its own limit a process gets an error that it can report; at the group's limi
 _ROOT = Path("/sys/fs/cgroup")
 _NAME_PREFIX = "megatron_rl_"
 _REMOVAL_SECONDS = 2.0
-"""Time for which the removal of a group is retried, while the kernel releases its ended processes."""
+"""Seconds for which the removal of a group is retried, while the kernel releases its ended processes."""
 _RETRY_SECONDS = 0.01
 _OOM_COUNTERS = ("memory.events", "memory.oom_control")
 """Files with the number of processes that were killed for memory, in version 2 and 1 of control groups."""

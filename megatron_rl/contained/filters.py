@@ -276,12 +276,15 @@ def _instruction(
     when_true: int = 0,
     when_false: int = 0,
 ) -> bytes:
-    """Return an instruction; after a comparison ``when_true`` or ``when_false`` instructions are skipped."""
+    """Encode one instruction of a BPF filter.
+
+    After a comparison, ``when_true`` or ``when_false`` instructions are skipped.
+    """
     return struct.pack("HBBI", code, when_true, when_false, value)
 
 
 def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
-    """Return the instructions that skip a block unless the loaded word is ``value``."""
+    """Encode instructions that skip ``block`` unless the loaded word is ``value``."""
     return [_instruction(_EQUAL, value, 0, len(block)), *block]
 
 

@@ -70,22 +70,22 @@ def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> in
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _checked(_libc.syscall(ctypes.c_long(number), *converted))
+    return _raise_if_failed(_libc.syscall(ctypes.c_long(number), *converted))
 
 
 def process_control(option: int, value: int) -> int:
-    """Call prctl with one value."""
-    return _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
+    """Set an option of this process with prctl, which gets one ``value``; raises OSError as all here do."""
+    return _raise_if_failed(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def unshare(spaces: int) -> None:
     """Move this process into new namespaces; a new PID namespace begins with its next child."""
-    _checked(_libc.unshare(spaces))
+    _raise_if_failed(_libc.unshare(spaces))
 
 
 def make_mounts_private() -> None:
     """Stop mounts in this namespace from appearing in other namespaces."""
-    _checked(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_RECURSIVE | _PRIVATE), None))
+    _raise_if_failed(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_RECURSIVE | _PRIVATE), None))
 
 
 def mount(
@@ -94,10 +94,10 @@ def mount(
     attributes: int,
     options: str = "",
 ) -> None:
-    """Mount a new file system of ``kind``."""
+    """Mount a new file system of a ``kind``, such as tmpfs, at the path ``target``."""
     name = kind.encode()
     flags = ctypes.c_ulong(attributes)
-    _checked(_libc.mount(name, os.fsencode(target), name, flags, options.encode()))
+    _raise_if_failed(_libc.mount(name, os.fsencode(target), name, flags, options.encode()))
 
 
 def new_file_system(kind: str, attributes: int, **options: str) -> int:
@@ -154,7 +154,7 @@ def attach(tree: int, target: str) -> None:
 
 def unmount(path: str) -> None:
     """Unmount a file system and all mounts below it; open files remain usable."""
-    _checked(_libc.umount2(os.fsencode(path), _DETACH))
+    _raise_if_failed(_libc.umount2(os.fsencode(path), _DETACH))
 
 
 def drop_bounding_set() -> None:
@@ -170,7 +170,7 @@ def drop_capabilities() -> None:
     system_call("capset", header, bytes(24))
 
 
-def _checked(status: int) -> int:
+def _raise_if_failed(status: int) -> int:
     """Return the result of a system call; raise OSError with errno if it is -1."""
     if status == -1:
         error_number = ctypes.get_errno()

@@ -54,7 +54,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Tree:
-    """A copy of the mounts at one path."""
+    """Copy of the mounts at one visible path, before it is mounted in the new root."""
 
     path: str
     """Path without symbolic links."""
@@ -141,7 +141,7 @@ def _trees(
     *,
     hides: bool = False,
 ) -> list[_Tree]:
-    """Return copies of the mounts at ``paths``, with the attributes.
+    """Copy the mounts at ``paths`` and set their attributes; return the copies.
 
     Symbolic links in the paths are added to ``links``, with their targets.
     """
@@ -169,7 +169,7 @@ def _restrict(
     attributes: int,
     owner: Owner | None,
 ) -> None:
-    """Set a tree's attributes, and map its files to ``owner`` if its file system supports that."""
+    """Set the attributes of a tree's mounts, and map its files to ``owner`` if the file system can."""
     is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):

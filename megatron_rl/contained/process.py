@@ -33,11 +33,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_rl.contained.code_copy import active_copies
 from megatron_rl.contained.confinement import enter, isolate, supervise
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
-from megatron_rl.user_code import load_module, use_copies
+from megatron_rl.user_code import active_copies, execute_copies, load_module
 
 HEADER = struct.Struct("<Q")
 """Length of a frame in bytes, which precedes the frame."""
@@ -46,18 +45,19 @@ LOAD_FAILED = "load_failed"
 READY = "ready"
 """Kind of the first reply of a process whose code is loaded."""
 LOAD_SECONDS = 120.0
-"""Time limit of a process for its start and the import of the code."""
+"""Seconds within which a process must have started and imported the code."""
 KILL_SECONDS = 5.0
-"""Time limit of a supervisor for ending all processes that the code started."""
+"""Seconds within which a supervisor must have ended all processes that the code started."""
 STATUS_SECONDS = 2.0
-"""Time limit of a supervisor for its exit, with the worker's status, after the worker closed its output."""
+"""Seconds within which a supervisor must exit, with the worker's status, after the worker closed its
+output."""
 LARGEST_FRAME = 2**24
 """Bytes of the largest reply; a longer frame is a protocol error."""
 INVALID_TEXT = "no_text"
 """Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
 INVALID_TEXT_MESSAGE = "sent text with half a surrogate pair (U+D800 to U+DFFF), which is not a character"
 LARGEST_MESSAGE = 4000
-"""Characters of an exception's text that are reported."""
+"""Maximum number of characters of an exception's text that are reported."""
 LONGEST_LINE = 4096
 """Bytes after which a printed line without an end is written to the log."""
 
@@ -199,11 +199,11 @@ class ContainedProcess:
             raise
         return frames[0]
 
-    def wait(self, seconds: float) -> bool:
-        """Return whether output arrives, or the process ends, within ``seconds``."""
+    def wait(self, time_limit: float) -> bool:
+        """Return whether output arrives, or the process ends, within ``time_limit`` seconds."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
-            return bool(selector.select(seconds))
+            return bool(selector.select(time_limit))
 
     def frames(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete replies that have arrived, and whether the process's output is still open."""
@@ -271,11 +271,11 @@ def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
 
     A contained process is started to test them. The result is cached, since the kernel does not change.
     """
-    return list(_not_enforced(json.dumps(limits, sort_keys=True)))
+    return list(_unenforced_protections(json.dumps(limits, sort_keys=True)))
 
 
 @cache
-def _not_enforced(limits_json: str) -> tuple[str, ...]:
+def _unenforced_protections(limits_json: str) -> tuple[str, ...]:
     process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
     try:
         return tuple(str(protection) for protection in process.load("").get("missing", ()))
@@ -288,19 +288,19 @@ def serve_nothing(
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Reply to the first request with the protections that are not enforced, and return."""
+    """Serve a process that only tests its confinement: reply with the protections that are not enforced."""
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
 
 
 class Holder(Protocol):
-    """Object that has a contained process."""
+    """Object, such as a reward worker, with a contained process that `kill_all` can end."""
 
     process: ContainedProcess
 
 
 def kill_all(holders: Iterable[Holder]) -> None:
-    """End the process of each holder."""
+    """End the contained process of each holder, with all processes that it started."""
     for holder in holders:
         holder.process.kill()
 
@@ -325,7 +325,7 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 
 
 def mark_unpaired_surrogates(value: Any) -> bool:
-    """Return whether a value read from JSON contains an unpaired surrogate, which UTF-8 cannot encode.
+    """Mark mappings in a value read from JSON whose text has an unpaired surrogate; return whether any has.
 
     `INVALID_TEXT` is added to each mapping that contains one, so that only its sample is refused.
     """
@@ -385,7 +385,7 @@ class Requests:
         return pickle.loads(self._requests.read(HEADER.unpack(header)[0]))
 
     def reply(self, value: Mapping[str, Any]) -> None:
-        """Write a reply as JSON."""
+        """Send a reply to the trainer as JSON."""
         _write_frame(self._replies, json.dumps(value).encode())
 
     def refuse(self, error: BaseException) -> None:
@@ -405,11 +405,15 @@ class Requests:
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
 
 
-def set_module_sources(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
-    """Make this process import modules like the trainer: by its search path, from the run's copies."""
-    search_path, copies = modules
+def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
+    """Import modules in this process from the same files as in the trainer.
+
+    ``sources``: the trainer's search path, and the copies of the user's code in the run folder (path ->
+    content), which are executed in place of the files.
+    """
+    search_path, copies = sources
     sys.path[:] = search_path
-    use_copies(copies)
+    execute_copies(copies)
 
 
 def load_callable(spec: str) -> Any:

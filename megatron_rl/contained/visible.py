@@ -50,7 +50,7 @@ NETWORK_SETTINGS = (
 )
 """Files of /etc that name resolution and TLS need."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
-"""Devices of /dev."""
+"""Devices in /dev that contained code may open."""
 
 _SHARED_FOLDERS = frozenset(
     {
@@ -85,7 +85,7 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 @dataclass(frozen=True)
 class Visible:
-    """Absolute paths that are visible to contained code."""
+    """Absolute paths that are visible to contained code, by the reason why they are."""
 
     packages: tuple[str, ...]
     """Parts of installations, always read-only."""
@@ -143,13 +143,13 @@ def visible_paths(
     module = code.rpartition(":")[0]
     if module.endswith(".py"):
         folders.append(os.path.dirname(os.path.abspath(module)))
-    importable = [path for folder in folders for path in _importable(folder)]
+    importable = [path for folder in folders for path in _import_paths(folder)]
     importable += _editable_packages()
     if write and os.getcwd() != "/":
         importable.append(os.getcwd())
 
     user_paths = [os.path.abspath(os.path.expanduser(path)) for path in read]
-    return Visible(_existing(packages), _existing(importable), _existing(user_paths), write)
+    return Visible(_existing_paths(packages), _existing_paths(importable), _existing_paths(user_paths), write)
 
 
 def is_shared(folder: str) -> bool:
@@ -196,7 +196,10 @@ def _reversed_components(path: str) -> list[str]:
 
 
 def _interpreter() -> Iterator[str]:
-    """Yield the folders of this process's Python installation; of a shared folder, only Python's parts."""
+    """Yield the folders of this process's Python installation.
+
+    Of a folder that several programs share (`is_shared`), only Python's parts.
+    """
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
     for prefix in {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}:
@@ -219,7 +222,7 @@ def _interpreter() -> Iterator[str]:
 
 
 def _programs() -> Iterator[str]:
-    """Yield the folders of programs and libraries in the environment, except for those in a home."""
+    """Yield the folders of programs and libraries that the environment names, except those in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
             if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
@@ -233,8 +236,12 @@ def _is_in_home(folder: str) -> bool:
     return any(path.startswith(f"{root}/") for root in roots if root != "/")
 
 
-def _importable(folder: str) -> Iterator[str]:
-    """Yield a folder of modules; of a shared folder, only its Python files and packages."""
+def _import_paths(folder: str) -> Iterator[str]:
+    """Yield the paths in a folder of the search path from which modules can be imported.
+
+    This is the folder itself. If it is shared with other programs (`is_shared`), such as a home, these are
+    only its Python files and packages.
+    """
     if not is_shared(folder):
         yield folder
         return
@@ -260,8 +267,8 @@ def _editable_packages() -> Iterator[str]:
             yield from map(str, mapping.values())
 
 
-def _existing(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the absolute, existing paths without duplicates."""
+def _existing_paths(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return those of ``paths`` that are absolute and exist, without duplicates."""
     existing: dict[str, None] = {}
     for path in paths:
         if os.path.isabs(path) and os.path.exists(path):

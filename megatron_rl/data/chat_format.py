@@ -66,13 +66,13 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         if "content" in message:
             fields.setdefault("content", "")
         if "tool_calls" in fields:
-            fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+            fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
         cleaned_messages.append(fields)
     return cleaned_messages
 
 
-def _with_arguments(call: Any) -> Any:
-    """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
+def _parse_arguments(call: Any) -> Any:
+    """Parse the JSON text of a tool call's arguments; return a call without such text unchanged."""
     # Keep text that is not JSON: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -152,7 +152,7 @@ class ConversationText:
         self.ends = sorted(ends, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """Render messages, followed by the opening of the assistant's turn."""
+        """Render messages as text, followed by the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
 
@@ -458,7 +458,7 @@ def turn_end_mismatch(
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokenizer's special and other added tokens by id."""
+    """Return the special and other added tokens of a tokenizer: id -> text."""
     special_tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     texts = dict(special_tokens)
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -482,7 +482,10 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
 
 
 def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
-    """Return the ids of ``eos_token_id`` in a model's folder; ``added_ids`` are the ids of added tokens."""
+    """Return the ids of end tokens in the ``eos_token_id`` of a model's files.
+
+    ``added_ids``: ids of the tokenizer's added tokens.
+    """
     ids = _eos_token_ids(model / "generation_config.json")
     if ids:
         return ids
@@ -541,11 +544,11 @@ class VisibleText:
         return frozenset(ids)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of one response."""
+        """Decode the visible tokens of one response to text."""
         return self._tokenizer.decode([token for token in tokens if token not in self.hidden])
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of responses."""
+        """Decode the visible tokens of each response (``rows`` of token ids) to text."""
         if not rows:
             return []
         hidden = self.hidden
@@ -604,14 +607,14 @@ class ChatFormat(Protocol):
 
 
 class PlainText:
-    """Chat format without a template: the contents of messages are concatenated."""
+    """Chat format of a model without a template: the contents of messages are concatenated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         self._visible = VisibleText(tokenizer)
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """See `ChatFormat.start`."""
+        """Return the tokens of the concatenated contents of ``messages``; raises UserError for tools."""
         if tools:
             raise _template_error("it cannot render tools", ["prompts without a chat template"])
         text = "".join(message["content"] for message in messages)
@@ -619,7 +622,7 @@ class PlainText:
         return with_prefix(text_prefix(self._tokenizer), tokens)
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """See `ChatFormat.extend`."""
+        """Return the tokens of the observed messages' contents; ``last`` is not needed without a template."""
         text = "".join(message["content"] for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -648,12 +651,15 @@ class ChatTemplate(PlainText):
         self._conversation_text.require_steady_tails()
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """See `ChatFormat.start`."""
+        """Return the tokens of the prompt that the template renders, with the assistant's turn opened."""
         text = self._conversation_text.prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """See `ChatFormat.extend`."""
+        """Return the tokens of the text that the chat template writes between two turns.
+
+        See `ChatFormat.extend`.
+        """
         tail = self._conversation_text.tail(messages)
         tokens = self._tokenizer.encode(tail, add_special_tokens=False)
         if last not in tokens:
@@ -668,7 +674,7 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: for the prompts of its data, and for conversations that an environment opens.
+    """Chat formats of a run: for the prompts of its data, and for conversations of environments.
 
     ``templated``: whether the prompts of the data are rendered by the tokenizer's chat template.
     """

@@ -58,7 +58,7 @@ _TRAINED_IF_TRUE = ("weight", "training", "train", "loss", "step_loss_mask")
 _TRAINED_IF_FALSE = ("masked",)
 """Keys that are false in a message that is trained on: from torchtune."""
 _SPAN_WEIGHTS = ("training_detail", "train_detail")
-"""Keys of axolotl that mark the trained spans of a message."""
+"""Keys with which axolotl marks spans of a message as trained or not."""
 _SCHEMA_VALUES = ("default", "const", "example")
 """Keywords of JSON Schema whose value may be null."""
 _PROMPT_FIELDS = (
@@ -69,7 +69,7 @@ _PROMPT_FIELDS = (
     "chat_template_kwargs",
     "enable_thinking",
 )
-"""Fields that other projects add to the prompt."""
+"""Fields of records that other projects append to the prompt."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from)["']\s*:""")
 """Beginning of messages in a text: JSON, or Python's ``str`` of a list of messages."""
@@ -114,7 +114,7 @@ def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Co
 
 
 def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
-    """Yield pairs (field, setting): ``ground_truth`` or ``metadata``, and a setting whose code reads it."""
+    """Yield which field each setting's code reads: (``ground_truth`` or ``metadata``, setting) pairs."""
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
         for name, function in set_config.functions().items():
@@ -128,7 +128,7 @@ def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[st
 
 
 def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (field, setting) of the run's rewards."""
+    """Yield which field each reward of the run reads: (field, setting) pairs."""
     reward = config.reward
     if reward.function is not None:
         yield from _read_by_code(reward.function, "reward.function")
@@ -142,7 +142,7 @@ def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (field, setting) of a judge's template and parser."""
+    """Yield which field a judge's template and parser read: (field, setting) pairs."""
     key = "reward.judge.template"
     if "{" not in judge.template:
         yield from _read_by_code(judge.template, key)
@@ -153,7 +153,10 @@ def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (field, setting) of a user's function or class; its file is searched, not imported."""
+    """Yield which field a user's function or class reads: (field, setting) pairs.
+
+    The file of the code is searched for the name of the field, and not imported.
+    """
     yield _METADATA, key
 
     module, _, name = spec.rpartition(":")
@@ -174,7 +177,7 @@ def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class RecordReader:
-    """Reader of the records of one data set, with the warnings about fields that nothing reads."""
+    """Reader that converts one data set's records to the normal form, and collects warnings about them."""
 
     data: DataConfig
     """Names of fields, and whether prompts go through the chat template."""
@@ -330,7 +333,7 @@ class RecordReader:
     # Prompts and responses
 
     def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
-        """Return a prompt or response as text or normalised messages; return any other value unchanged."""
+        """Convert a prompt or response to text or normalised messages; return any other value unchanged."""
         # The value may be JSON text of messages. Without the template, any text is the prompt itself.
         if isinstance(value, str) and self.data.chat_template is not False:
             messages = _messages_in(value)
@@ -374,7 +377,7 @@ class RecordReader:
             )
 
     def _message(self, original: Any, record: Record) -> dict[str, Any]:
-        """Return a normalised message with role, content and further keys; raises _MessageError."""
+        """Convert a message to the normal form: role, content and further keys; raises _MessageError."""
         if not isinstance(original, Mapping):
             raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
@@ -470,8 +473,8 @@ class RecordReader:
         if isinstance(tools, str) and tools.strip() in ("", "null"):
             return None
 
-        parsed = _parsed(tools)
-        items = [_parsed(item) for item in parsed] if isinstance(parsed, list) else [None]
+        parsed = _parse_json(tools)
+        items = [_parse_json(item) for item in parsed] if isinstance(parsed, list) else [None]
         if not all(isinstance(item, Mapping) for item in items):
             raise UserError(
                 "the tools of a record are not a list of objects",
@@ -492,7 +495,7 @@ class RecordReader:
     # Fields and keys that nothing reads
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
-        """Record the fields that nothing reads."""
+        """Record the names of a record's fields that nothing reads, for a warning about the data set."""
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
         if not self.responses:
@@ -536,7 +539,7 @@ class RecordReader:
         )
 
     def _note_unread_keys(self, message: Mapping[str, Any], location: str) -> None:
-        """Record the keys of a message that the chat template does not contain."""
+        """Record the keys of a message that the chat template does not contain, for a warning."""
         if self.template is None:
             return
 
@@ -547,7 +550,7 @@ class RecordReader:
                 self._unread_keys[name] = location
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
-        """Record null arguments of calls, which the user wrote or an export of a table to JSON added."""
+        """Record null arguments of calls, which the user or an export of a table wrote, for a warning."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if not isinstance(arguments, Mapping):
@@ -702,13 +705,13 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
 def _messages_in(text: str) -> list[Any] | None:
     """Return the messages of a text that is a JSON list of messages, or None for any other text."""
-    parsed = _parsed(text)
+    parsed = _parse_json(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
         return parsed
     return None
 
 
-def _parsed(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """Decode a string that contains a JSON object or list; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -719,8 +722,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _sharegpt_calls(content: Any, role: str) -> list[Any]:
-    """Return the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
-    parsed = _parsed(content)
+    """Parse the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
+    parsed = _parse_json(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise _MessageError(
@@ -732,13 +735,13 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls as objects with a name and arguments; raises _MessageError for other values."""
-    parsed = _parsed(calls)
+    """Convert tool calls to objects with a name and arguments; raises _MessageError for other values."""
+    parsed = _parse_json(calls)
     items = parsed if isinstance(parsed, list) else [parsed]
 
     result = []
     for item in items:
-        call = _parsed(item)
+        call = _parse_json(item)
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _MessageError(
@@ -749,7 +752,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
         # Templates print the arguments of every call, and fail for a call without arguments.
         complete = {name: value for name, value in function.items() if value is not None}
-        complete["arguments"] = _parsed(complete.get("arguments", {}))
+        complete["arguments"] = _parse_json(complete.get("arguments", {}))
         if "function" in call:
             outer = {name: value for name, value in call.items() if value is not None}
             complete = {**outer, "function": complete}

@@ -174,7 +174,7 @@ def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
 
 
 def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """Return the messages of a prompt that goes through the chat template."""
+    """Return the messages of a record's prompt, which goes through the chat template."""
     prompt = record.values[data.prompt_field]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

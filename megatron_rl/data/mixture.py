@@ -100,13 +100,13 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Apply the weights and temperatures of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the weights and schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
         for source in self.sources.values():
             source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
-        """Return the positive weights of the current step."""
+        """Return source -> weight for the sources with a positive weight in the current step."""
         weights = self._weights
         for steps, scheduled in self._schedule.items():
             if steps < self._step:
@@ -132,13 +132,13 @@ class MixedPrompts:
         return prompts.rows([rows[name].pop(0) for name in names])
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """See `PromptSource.record_group`."""
+        """Record whether a group's rewards were all equal, at the source that the prompt came from."""
         index = bisect_right(self._ends, prompt_id)
         source = list(self.sources.values())[index]
         source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """See `PromptSource.uniform_fractions`; the suffixes are ``/SOURCE``."""
+        """Return `PromptSource.uniform_fractions` of every source; the suffixes are ``/SOURCE``."""
         fractions: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
             for shares in source.uniform_fractions().values():
@@ -146,7 +146,7 @@ class MixedPrompts:
         return fractions
 
     def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
-        """Return the source of each prompt."""
+        """Return the name of the source that each prompt came from, by the prompts' ids."""
         names = list(self.sources)
         return [names[bisect_right(self._ends, number)] for number in prompt_ids.tolist()]
 
@@ -197,7 +197,7 @@ def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
 def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
-    """Load the training prompts; return them, and their data sets by configuration key."""
+    """Load the training prompts; return them, and the sources by configuration key of their data set."""
     data_sets: dict[str, PromptSource] = {}
     for key, path in prompt_sets(config).items():
         data_sets[key] = load_prompts(config, key, path, tokenizer, files)

@@ -22,12 +22,16 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""One token each. With the special tokens there are 21, an odd number that tensor parallelism 2 must pad."""
+"""Characters of the problems, each of which is one token. With the special tokens there are 21, an odd
+number that tensor parallelism 2 must pad."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model. Every head has at least 32 dimensions, which vLLM's CPU attention requires."""
+    """Sizes of the quickstart's model.
+
+    Every head has at least 32 dimensions, which vLLM's CPU attention requires.
+    """
 
     hidden: int
     """Hidden size."""
@@ -158,7 +162,10 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
     """Write a randomly initialised Qwen2 checkpoint (float32, safetensors) and its tokenizer to ``path``."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    # One small file needs no bar.
+    disable_progress_bar()
     tokenizer = build_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -185,7 +192,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Parse the command line, and write the model and the problems into its directory."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.data.quickstart", description=__doc__)
     parser.add_argument("directory", help="where to write the model and the data")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="shape of the model")

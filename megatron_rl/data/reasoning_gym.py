@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.error_forms import not_installed
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest, not_installed
 from megatron_rl.launcher import report_errors
 
 _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
@@ -82,7 +81,7 @@ def _record(entry: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Parse the command line, write the files and return the exit code."""
+    """Parse the command line, write the files of problems, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

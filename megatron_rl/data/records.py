@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, join_names, neighbours
+from megatron_rl.errors import UserError, join_names, neighbours, unreadable_file
 
 DataPath = str | Path | Sequence[str]
-"""Value of a setting that names a data set: a path, a pattern, or a list of both."""
+"""Type of a setting that names a data set: a path, a pattern, or a list of both."""
 SUFFIXES = (".jsonl", ".parquet")
 KINDS = (
     "a .jsonl or .parquet file, a directory saved by HF datasets, a folder of shards, "
     "a pattern such as data/train-*.parquet, or a list of these"
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
-"""Name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix in older ones."""
+"""Pattern of the name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix
+in older ones."""
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
 _DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
@@ -118,7 +118,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
 
 
 def source_text(source: DataPath) -> str:
-    """Return a data set's paths as one text for messages."""
+    """Join the paths of a data set to one text for messages."""
     if isinstance(source, str | Path):
         return str(source)
     return ", ".join(map(str, source))
@@ -290,7 +290,7 @@ def empty_error(source: DataPath, setting: str) -> UserError:
 
 
 def _expand(path: Path, setting: str) -> tuple[Path, ...]:
-    """Return the files of one entry: a file, a saved directory, a folder of shards or a pattern."""
+    """Return the files that one path or pattern names: a file, a saved directory, shards or matches."""
     if not path.exists():
         # Only an absent path is a pattern: the name of an existing file may contain [ or *.
         matches = []

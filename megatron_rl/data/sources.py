@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
-from megatron_rl.config.sections.rollout import RolloutConfig, temperature_schedules
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
@@ -52,6 +52,7 @@ from megatron_rl.data.tokenizing import (
     encode_texts,
     end_token_ids,
     sampling_by_task,
+    scheduled,
     template_marks,
     template_turn_end,
     turn_end_warning,
@@ -100,7 +101,7 @@ class ShuffledOrder:
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        """Return the items of the current epoch in their order."""
+        """Return the item numbers in the order of the current epoch."""
         items = list(range(self.count))
         if self.shuffle:
             generator = numpy.random.default_rng([self.seed, self.epoch])
@@ -108,7 +109,7 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped(self) -> set[int]:
-        """Return the items that the current epoch skips."""
+        """Draw the items that the current epoch skips, out of those with equal rewards."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
@@ -148,7 +149,7 @@ class ShuffledOrder:
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to restore with `load_state_dict` into an order of the same items."""
+        """Return the epoch, the position, and what identifies the items, for `load_state_dict`."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -198,7 +199,7 @@ def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
 
 
 DEFAULT_TASK = "default"
-"""Task of a record without one."""
+"""Task that a record without a task belongs to."""
 
 
 class PromptSource:
@@ -241,7 +242,6 @@ class PromptSource:
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
-        self._default_schedule, self._schedule_by_task = temperature_schedules(rollout)
         self._step = 1
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
@@ -298,11 +298,11 @@ class PromptSource:
 
     @property
     def records(self) -> int:
-        """Return the number of records, including those over the limit."""
+        """Return the number of records of the data set, including those over the token limit."""
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Apply the temperatures of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step
 
     @property
@@ -313,11 +313,14 @@ class PromptSource:
     def next(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
         batch = self._batch(self._order.next(count))
+        if not self._rollout.changes_over_steps:
+            return batch
 
         sampling = []
         for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
-            schedule = self._schedule_by_task.get(task, self._default_schedule)
-            sampling.append(parameters._replace(temperature=schedule.at(self._step)))
+            temperature = self._rollout.task_setting(task, "temperature")
+            top_p = self._rollout.task_setting(task, "top_p")
+            sampling.append(scheduled(parameters, temperature, top_p, self._step))
         return replace(batch, sampling=tuple(sampling))
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
@@ -359,14 +362,14 @@ class PromptSource:
         if temperature == 0:
             sampling = [parameters.greedy() for parameters in batch.sampling]
         else:
-            changes = {"temperature": temperature}
+            changes: dict[str, Any] = {"temperature": temperature, "temperature_tokens": 0}
             if top_p is not None:
-                changes["top_p"] = top_p
+                changes |= {"top_p": top_p, "top_p_tokens": 0}
             sampling = [parameters._replace(**changes) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the order, a digest of the records, and the time that the template writes."""
+        """Return the position in the data, a digest of the records, and the template's time."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
@@ -404,11 +407,11 @@ class PromptSource:
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of all fields of the records."""
+        """Digest of all fields of the data set's records, which identifies them in checkpoints."""
         return self._encoded.digest()
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:
-        """Return the prompts at positions ``rows`` of the source."""
+        """Return the prompts at positions ``rows`` of the source as a batch."""
         ids = [self._ids[row] for row in rows]
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
@@ -552,7 +555,7 @@ class ResponseSource:
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in an epoch, without those that were too long."""
         return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
@@ -577,7 +580,7 @@ class ResponseSource:
         return self._batch(range(len(self)))
 
     def _batch(self, items: Sequence[int]) -> TrainBatch:
-        """Return the rows of the records at positions ``items`` of the source."""
+        """Return the rows of the records at positions ``items`` of the source as a train batch."""
         indices = [self._indices[item] for item in items]
         rows = [row for index in indices for row in self._rows(index)]
         response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
@@ -600,12 +603,12 @@ class ResponseSource:
         )
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows of the record with this index in the data."""
+        """Return the rows (prompt and response) of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the position in the data."""
+        """Return the epoch and position in the data, and what identifies the data, for a checkpoint."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
@@ -683,7 +686,7 @@ class _ResponseEncoder:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Return the tokens (int32) of each record's response, with ~token for tokens not trained on."""
+        """Tokenise each record's response: int32, with ~token for tokens that are not trained on."""
         data = self._prompts.data
         setting = self._prompts.setting
         tokenizer = self._prompts.tokenizer
@@ -717,7 +720,7 @@ class _ResponseEncoder:
         return responses
 
     def _response(self, pieces: Sequence[numpy.ndarray], end: int, trained: Sequence[bool]) -> numpy.ndarray:
-        """Return the tokens of one response; ``trained`` has one value per turn, ``end`` is the end token."""
+        """Join the pieces of one response; ``trained`` has one value per turn, ``end`` is the end token."""
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
@@ -741,7 +744,7 @@ def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return whether each turn of the assistant in a response is trained on."""
+    """Return, for each turn of the assistant in a response, whether it is trained on."""
     if isinstance(response, str):
         return [True]
     return [is_trained_turn(message) for message in response if message["role"] == "assistant"]

@@ -37,9 +37,10 @@ WITH_TOOLS = "tool_use"
 """Name of the template that transformers selects for messages with tools."""
 
 CPU_SECONDS = 2
-"""Limit of processor time per rendering; the templates of published models need less than a millisecond."""
+"""Maximum seconds of processor time per rendering; the templates of published models need less than a
+millisecond."""
 MEMORY_BYTES = 1 << 30
-"""Limit of the process's address space, of which Python and jinja2 need some 50 MiB."""
+"""Maximum bytes of the process's address space, of which Python and jinja2 need some 50 MiB."""
 LONGEST_TEXT = 64 << 20
 """Largest rendered text in characters: far longer than any context, and small enough to send as one line."""
 _BATCH = 64
@@ -151,7 +152,7 @@ class TemplateRenderer:
         return results
 
     def _request(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Return the answers of the process, or None if it ended while rendering."""
+        """Send a batch to the process; return its answers, or None if it ended while rendering."""
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
@@ -200,7 +201,7 @@ class TemplateRenderer:
         return process
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """End the rendering process; a later rendering starts another."""
         if self._process is not None:
             self._finalizer()
             self._process = None
@@ -212,7 +213,7 @@ def _json_values(rendering: Rendering) -> tuple[Any, ...]:
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
-    """Kill a process and close its pipes."""
+    """Kill a rendering process and close its pipes."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = 4
-"""Version of the files. Raise it when equal settings give files with other records, tokens or columns."""
+"""Version of the format of token files. Raise it when equal settings give files with other records, tokens
+or columns."""
 _REMARKS = b"remarks"
-"""Key of the warnings about the records in the file's metadata."""
+"""Key in a token file's metadata under which it has the warnings about its records."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks."""
 
@@ -92,7 +93,7 @@ def _record_json(record: Record) -> str:
 
 
 class _LazyRows(Sequence[Any]):
-    """Sequence of rows that are read on access."""
+    """Sequence of a token file's rows, each of which is read when it is accessed."""
 
     def __init__(self, count: int, read: Callable[[int], Any]) -> None:
         self._count = count
@@ -145,7 +146,7 @@ class TokenFiles:
         reason = f"the process that locked {file} first has not written it"
         try:
             self.folder.mkdir(exist_ok=True)
-            with _exclusive(file.with_suffix(".lock")) as was_locked:
+            with _exclusive_lock(file.with_suffix(".lock")) as was_locked:
                 stored = self._read_valid(file, setting, was_locked)
                 if stored is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
@@ -172,7 +173,7 @@ class TokenFiles:
         if file.name not in os.listdir(file.parent):
             return None
 
-        damage = None if was_locked else _damage(file)
+        damage = None if was_locked else _find_damage(file)
         if damage is None:
             stored = _read(file)
             if stored is not None:
@@ -185,7 +186,7 @@ class TokenFiles:
 
 
 def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Any]) -> str:
-    """Return the digest of everything that determines the tokens of a data set."""
+    """Return the digest of everything that determines a data set's tokens, by which its file is named."""
     fast_tokenizer: Any = tokenizer.backend_tokenizer
     # A template that writes the date renders different prompts at another time.
     renderer = renderer_of(tokenizer)
@@ -207,7 +208,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return name, size and modification time of each file of a data set, in reading order."""
+    """Return name, size and modification time of each file of a data set, which change if its data do."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -221,7 +222,7 @@ def _file_states(paths: Sequence[Path]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[bool]:
+def _exclusive_lock(path: Path) -> Iterator[bool]:
     """Lock a file during the block against all processes that share it, if the file system has locks.
 
     Yields whether another process had the lock before. The kernel releases the lock of a killed process.
@@ -244,12 +245,17 @@ def _exclusive(path: Path) -> Iterator[bool]:
 
 
 def _write(file: Path, encoded: Encoded) -> None:
-    """Write a data set and its digest; raises OSError, or _CannotStore for values that JSON cannot encode."""
+    """Write a data set and its digest to a token file.
+
+    Raises OSError, or _CannotStore for values that JSON cannot encode.
+    """
     import pyarrow
 
     # Write one record batch, so that rows are views of the mapped file, without a copy.
     columns: dict[str, Any] = {
-        "record": pyarrow.array([_as_json(record) for record in encoded.records], pyarrow.large_string()),
+        "record": pyarrow.array(
+            [_restorable_json(record) for record in encoded.records], pyarrow.large_string()
+        ),
         "where": pyarrow.array([record.where for record in encoded.records], pyarrow.large_string()),
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
@@ -285,7 +291,7 @@ def _write(file: Path, encoded: Encoded) -> None:
 
 
 def _host_prefix(file: Path) -> str:
-    """Return the start of the names of this host's temporary files for a file."""
+    """Return the prefix of the names of temporary files that this host writes for a token file."""
     return f"{file.name}.{socket.gethostname()}."
 
 
@@ -300,11 +306,11 @@ def _remove_unfinished(file: Path) -> None:
 
 
 def _digest_file(file: Path) -> Path:
-    """Return the path of the file with the digest of a file of tokens."""
+    """Return the path of the file that contains the digest of a token file."""
     return file.with_suffix(".digest")
 
 
-def _damage(file: Path) -> str | None:
+def _find_damage(file: Path) -> str | None:
     """Describe how a file differs from its digest; return None for an intact file."""
     # The digest file contains the name of its file: a renamed copy must not pass.
     try:
@@ -320,7 +326,7 @@ def _damage(file: Path) -> str | None:
     return lines[0].removeprefix(f"{file.name} ")
 
 
-def _as_json(record: Record) -> str:
+def _restorable_json(record: Record) -> str:
     """Return a record's fields as JSON; raises _CannotStore for values that parsing does not restore."""
     try:
         text = _record_json(record)
@@ -332,7 +338,7 @@ def _as_json(record: Record) -> str:
 
 
 def _read(file: Path) -> Encoded | None:
-    """Return the content of a file, mapped into memory, or None for a file in another format."""
+    """Read the data set in a token file, mapped into memory; return None for a file in another format."""
     import pyarrow
 
     try:

@@ -25,8 +25,8 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_token_error,
     stop_text_error,
-    temperature_schedule,
 )
+from megatron_rl.config.sections.schedules import ScheduledValue, token_schedule
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
@@ -46,8 +46,7 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     renderer_of,
 )
-from megatron_rl.error_forms import missing_file
-from megatron_rl.errors import UserError, UserErrors, first_line
+from megatron_rl.errors import UserError, UserErrors, first_line, missing_file
 from megatron_rl.progress import count_progress
 from megatron_rl.types import BANNED, SamplingParameters
 
@@ -218,7 +217,10 @@ def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -
 def logit_biases(
     tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
 ) -> tuple[tuple[int, float], ...]:
-    """Return pairs (token id, bias) from the sampling settings ``values``; UserError for an unknown token."""
+    """Convert ``logit_bias`` of the sampling settings ``values`` to pairs (token id, bias).
+
+    Raises UserError for an unknown token.
+    """
     biases: dict[int, float] = {}
     for text, bias in values["logit_bias"].items():
         biases[rule_token_id(tokenizer, text, f"{setting}.logit_bias")] = float(bias)
@@ -236,9 +238,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings, including ``stop``. The tokens ``ends`` always end a
-    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature that
-    changes over steps has its last value. Raises UserError for a field that does not exist or is out of
-    range.
+    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature or
+    top-p that changes over steps has its last value. Raises UserError for a field that does not exist or is
+    out of range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -256,6 +258,31 @@ def sampling_by_task(
     return default_parameters, parameters_by_task
 
 
+def scheduled(
+    sampling: SamplingParameters,
+    temperature: ScheduledValue,
+    top_p: ScheduledValue,
+    step: int | None = None,
+) -> SamplingParameters:
+    """Return sampling parameters with the temperature and top-p of ``step``, which counts from 1.
+
+    ``temperature`` and ``top_p`` are values of the configuration; ``step`` None is any step after the last
+    change.
+    """
+    temperatures = token_schedule(temperature, step)
+    probabilities = token_schedule(top_p, step)
+    sampling = sampling._replace(temperature=temperatures.start, top_p=probabilities.start)
+
+    # Constant values leave the other fields as they are, so that equal sampling has equal parameters.
+    if temperatures.length:
+        sampling = sampling._replace(
+            last_temperature=temperatures.end, temperature_tokens=temperatures.length
+        )
+    if probabilities.length:
+        sampling = sampling._replace(last_top_p=probabilities.end, top_p_tokens=probabilities.length)
+    return sampling
+
+
 def _sampling_parameters(
     values: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -268,9 +295,7 @@ def _sampling_parameters(
 
     # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
-    return SamplingParameters(
-        temperature=temperature_schedule(values["temperature"]).end,
-        top_p=float(values["top_p"]),
+    constant = SamplingParameters(
         top_k=int(values["top_k"]),
         max_response_tokens=largest_limit(values["max_response_tokens"], auto),
         stop_token_ids=stop_token_ids,
@@ -283,6 +308,7 @@ def _sampling_parameters(
         stop_texts=stop_texts,
         no_repeat_ngram_size=int(values["no_repeat_ngram_size"]),
     )
+    return scheduled(constant, values["temperature"], values["top_p"])
 
 
 # Prompts and texts as tokens
@@ -434,7 +460,7 @@ class LengthReport:
     """Location and length of the first items over the limit."""
 
     def line(self, kind: str = "prompts") -> str:
-        """Return one sentence for the console and the log."""
+        """Describe the counts as one sentence for the console and the log."""
         maximum = _shown_length(self.longest, self.limit)
         if not self.over_long:
             return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
@@ -474,7 +500,7 @@ def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
 
 
 def _shown_length(length: int, limit: int) -> str:
-    """Return a length for messages: exact, or as "N or more" for a truncated text."""
+    """Format a number of tokens for messages: exact, or as "N or more" for a text that was truncated."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
     return str(length)

@@ -9,6 +9,8 @@ from megatron_rl.distributed.cudnn import load_cudnn_of_torch
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")
 # A CUDA build of torch on a machine without a GPU logs in each process that it finds no CUDA runtime.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+# vLLM logs that Triton has no backend for hosts.
+logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 # This must precede the first import of Megatron-Core, which imports Transformer Engine. `checkpoint` and
 # `megatron`, which import Megatron-Core, too, import this package first.
 load_cudnn_of_torch()

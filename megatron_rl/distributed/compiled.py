@@ -35,7 +35,7 @@ def compile_for_any_shape() -> None:
     recompiled: dict[int, Any] = {}
     for module in _ACTIVATION_MODULES:
         for value in vars(module).values():
-            if _uncompiled(value) is not None:
+            if _original_function(value) is not None:
                 recompiled[id(value)] = value
 
     def recompile_attributes(owner: Any) -> None:
@@ -46,7 +46,7 @@ def compile_for_any_shape() -> None:
                 continue
 
             # Compile a function that several modules imported only once.
-            function = _uncompiled(value)
+            function = _original_function(value)
             if function is not None:
                 if id(value) not in recompiled:
                     recompiled[id(value)] = compile_function(function)
@@ -59,7 +59,7 @@ def compile_for_any_shape() -> None:
             recompile_attributes(module)
 
 
-def _uncompiled(value: Any) -> Callable[..., Any] | None:
+def _original_function(value: Any) -> Callable[..., Any] | None:
     """Return the original function of a torch-compiled function, or None for any other value."""
     if not inspect.isfunction(value):
         return None

@@ -1,7 +1,8 @@
 """Loading of torch's cuDNN, so that a process does not mix two versions of cuDNN.
 
-Transformer Engine prefers the cuDNN in CUDA_HOME or in the library path, and loads its parts by name. If
-torch's own cuDNN is in the same process, parts of both are mixed: on an H100 with cuDNN 9.14 on the machine
+Transformer Engine prefers the cuDNN in CUDA_HOME or in the library path, and loads the libraries that cuDNN
+consists of by name. If torch's own cuDNN is in the same process, libraries of both are mixed: on an H100 with
+cuDNN 9.14 on the machine
 and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every convolution raised. The dynamic loader
 does not search for a library that is already loaded, so torch's libraries are loaded first.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from megatron_rl.distributed import device
 
 _MAPS = Path("/proc/self/maps")
-"""Files that this process has mapped, on Linux."""
+"""List of the files that are mapped into this process's memory; it exists only on Linux."""
 
 
 def load_cudnn_of_torch() -> None:
@@ -53,7 +54,10 @@ def load_cudnn_of_torch() -> None:
 
 
 def mapped_libraries(maps: str) -> list[Path]:
-    """Return the files of cuDNN in the text of ``/proc/PID/maps``, in its order and each once."""
+    """Return the paths of cuDNN's libraries in ``maps``, the text of ``/proc/PID/maps``.
+
+    Each path is returned once, in the order of its first line.
+    """
     # The path is the last column; a library has one line per segment.
     lines = [line for line in maps.splitlines() if "/libcudnn" in line]
     files = [Path(line.split()[-1]) for line in lines]

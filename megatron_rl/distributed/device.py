@@ -57,7 +57,7 @@ _ALIGNMENT = 512
 _unbacked_bytes = 0
 """Bytes that PyTorch counts as allocated although no physical memory backs them."""
 _earlier_peak = 0
-"""Peak of allocated bytes before PyTorch's own peak was restarted, since the last reset."""
+"""Peak of allocated bytes from the last reset of `peak_memory` to the last restart of PyTorch's own peak."""
 
 
 def simulate() -> None:
@@ -149,7 +149,7 @@ def backend() -> str:
 
 
 def backends() -> str:
-    """Return the backend of each kind of device, in the form that torch.distributed parses."""
+    """Return the backend of each device type as torch.distributed parses it, such as "cpu:gloo,cuda:nccl"."""
     if _simulated:
         return "cpu:fake,meta:fake"
     if _ON_HOST:
@@ -238,7 +238,7 @@ def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) ->
 
 
 def peak_memory(reset: bool = False) -> int:
-    """Return the peak of bytes allocated on the device since the last reset.
+    """Return the peak of bytes allocated on the device since the last reset; ``reset`` starts a new peak.
 
     Memory that vLLM's sleep mode released is not counted: see `set_unbacked`. On the host the peak is the
     largest resident set size of the process, which cannot be reset.
@@ -261,7 +261,7 @@ def peak_memory(reset: bool = False) -> int:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory of this rank's device, in bytes.
+    """Use of the memory of this rank's device at one moment, in bytes.
 
     Example: ``MemoryReading(allocated=40 << 30, peak=61 << 30, others=3 << 30, total=79 << 30)``.
     """
@@ -277,10 +277,10 @@ class MemoryReading:
 
 
 def read_memory(*, restart: bool = False) -> MemoryReading | None:
-    """Read the memory of the device, or return None on a host, whose peak cannot be restarted within a step.
+    """Return the device's memory use, or None on a host, whose peak cannot be restarted within a step.
 
-    ``restart`` starts a new peak; `peak_memory` still includes the earlier one. The call does not wait for
-    the device, since PyTorch's allocator counts on the host.
+    After the reading, ``restart`` starts a new peak for the next one; `peak_memory` still includes the
+    earlier peak. The call does not wait for the device, since PyTorch's allocator counts on the host.
     """
     if not _in_use():
         return None
@@ -473,7 +473,7 @@ def set_generator_states(states: dict[str, Any]) -> None:
 
 
 def tensor_parallel_generator() -> AbstractContextManager[None]:
-    """Return a context with a different random sequence on each tensor-parallel rank."""
+    """Return a context in which the device's random numbers differ between tensor-parallel ranks."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker: Any = get_cuda_rng_tracker()
@@ -518,7 +518,7 @@ class _HostMode(TorchFunctionMode):
 
 
 def _names_accelerator(value: Any) -> bool:
-    """Return whether a value is a device, or the name of a device, of the kind cuda."""
+    """Return whether a value is a CUDA device or the name of one, such as "cuda:0"."""
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and value.startswith("cuda")

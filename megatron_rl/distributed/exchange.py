@@ -1,7 +1,8 @@
-"""Exchange between ranks: gather the rows that roles computed per shard, sum metrics, share small objects.
+"""Exchange between ranks: gather the results per row of a batch, sum metrics, broadcast small objects.
 
-Apart from Megatron and weight transfers, ranks exchange only four things: rows, metrics, small objects, and
-whether an action failed on any rank. They are exchanged over the whole job, or over a group of the caller.
+A row is one sequence of a batch; each rank computes a shard of the rows. Apart from Megatron and weight
+transfers, ranks exchange only four things: results of rows, metrics, small objects, and whether an action
+failed on any rank. They are exchanged over the whole job, or over a group that the caller passes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.types import token_index
 
 _FIRST_MESSAGE_BYTES = 1024
-"""Size of the first message of `broadcast_object`: commands between most engine steps fit into it."""
+"""Size of the first message of `broadcast_object`: most commands to the ranks of an engine fit into it."""
 _LENGTH_BYTES = 8
 """Bytes at the start of the first message, with the length of the pickled object."""
 _HEAD_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
@@ -40,7 +41,7 @@ _FIRST_NUM_ITEMS = 2
 
 @dataclass(frozen=True)
 class RowShard:
-    """Results of one rank for the rows that it computed.
+    """Results of one rank for its shard of a batch's rows (sequences).
 
     Every rank has the same fields with the same dtypes, in the same order; the fields of a rank without rows
     are empty.
@@ -64,18 +65,21 @@ class RowShard:
     values: Mapping[str, Tensor]
     """Name -> one value per row, [b, ...]."""
     items: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> items of all tokens in order, [items, ...]; ``tokens`` of that name is the count per token."""
+    """Name -> values of which each token has a variable number, of all tokens in order, [items, ...].
+
+    ``tokens`` of the same name contains the number per token, [n].
+    """
 
 
 @dataclass
 class GatherStats:
-    """Cost of gathering rows on this rank.
+    """Cost of `ReplicaGroup.gather_rows` on this rank, summed over its calls.
 
     Example: ``GatherStats(bytes=1_048_576, seconds=0.12)``.
     """
 
     bytes: int = 0
-    """Bytes received."""
+    """Bytes received from other ranks."""
     seconds: float = 0.0
     """Time in the gather, including the wait for slower ranks."""
 
@@ -112,7 +116,7 @@ class ReplicaGroup:
         self._gather_stats = gather_stats or GatherStats()
 
     def gather_rows(self, shard: RowShard) -> RowShard:
-        """Return the rows of all ranks in ascending order, the same on every rank of the group.
+        """Return the results of all ranks, in ascending order of rows, the same on every rank of the group.
 
         Each row must come from exactly one rank. Every rank receives each byte once: each rank that has rows
         broadcasts them in one unpadded message. Collective over the group.
@@ -135,7 +139,10 @@ class ReplicaGroup:
         return gather_objects(value, self.group)
 
     def _gather_counts(self, shard: RowShard) -> list[list[int]]:
-        """Return each rank's counts: rows, tokens, and the items of each field. Collective over the group."""
+        """Return each rank's counts: its rows, its tokens, and its items of each name in ``shard.items``.
+
+        Collective over the group.
+        """
         num_tokens = int(shard.lengths.sum())
         item_counts = [len(items) for items in shard.items.values()]
         counts = [len(shard.rows), num_tokens, *item_counts]
@@ -152,7 +159,10 @@ class ReplicaGroup:
         source: int,
         counts: list[int],
     ) -> RowShard:
-        """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
+        """Return the shard of rank ``source`` as a copy on the host. Collective over the group.
+
+        ``shard`` is this rank's own shard, and ``counts`` are the counts of rank ``source``.
+        """
         # Receivers compute the size of each field from their own dtype and shape and the source's counts.
         fields = _list_fields(shard)
         sizes = []
@@ -188,7 +198,7 @@ class ReplicaGroup:
 
 
 def _list_fields(shard: RowShard) -> list[_Field]:
-    """Return every tensor of a shard, in the order of a message."""
+    """Return every tensor of a shard, in the order in which a message contains them."""
     fields = [_Field(shard.rows, _NUM_ROWS), _Field(shard.lengths, _NUM_ROWS)]
     fields += [_Field(tensor, _NUM_TOKENS) for tensor in shard.tokens.values()]
     fields += [_Field(tensor, _NUM_ROWS) for tensor in shard.values.values()]
@@ -240,7 +250,7 @@ def gather_metrics(metrics: Metrics) -> Metrics:
 
 
 def host_metrics(metrics: Metrics) -> Metrics:
-    """Convert the scalars of metrics to floats; those on the device are read in one copy."""
+    """Return the metrics with floats as scalars; device scalars are copied to the host in one transfer."""
     scalars = [*chain.from_iterable(metrics.sums.values()), *metrics.maxima.values()]
     device_scalars = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
     if not device_scalars:
@@ -331,7 +341,7 @@ def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _send_object(value: Any, source: int, group: Any) -> None:
-    """Broadcast the length of an object's pickle and the pickle; see `_receive_object`."""
+    """Broadcast a pickled object, preceded by its length in bytes, to the ranks in `_receive_object`."""
     pickled = pickle.dumps(value)
     length = len(pickled).to_bytes(_LENGTH_BYTES, "little")
     head = pickled[:_HEAD_BYTES]
@@ -401,7 +411,10 @@ def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
 
 
 def rank_in(group: Any = None) -> int:
-    """Return this process's global rank, or its rank in a span across several jobs (`join_span`)."""
+    """Return this process's global rank, or its rank in the span if ``group`` is a span across jobs.
+
+    See `join_span`. None means the world.
+    """
     if group is None:
         return dist.get_rank()
     return dist.get_global_rank(group, group.rank())

@@ -1,7 +1,8 @@
 """Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
 
-The idea: a group is identified by its ranks. Roles with equal groups share one communicator, under any name,
-and the order in which all ranks create the groups follows only from the layouts.
+The idea: a group is identified by its ranks. Groups of equal ranks share one communicator, even if the
+layouts of two roles name them differently. The order in which all ranks create the groups follows only from
+the layouts.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ class ParallelGroups:
         self.embedding = self._groups["embedding"]
 
     def _group_of_this_rank(self, rank_groups: Sequence[tuple[int, ...]]) -> Any:
-        """Create the groups of one name; return this rank's group, or None. Collective over the world."""
+        """Create all groups of one kind, such as tensor parallelism, and return the one that has this rank.
+
+        Return None if none has it. Collective over the world.
+        """
         create_communicators(rank_groups)
         for ranks in rank_groups:
             if self.rank in ranks:
@@ -218,7 +222,7 @@ def leave_span(group: Any) -> None:
 def memberships() -> list[tuple[int, ...]]:
     """Return the ranks of each existing group that includes this rank; the default group comes first.
 
-    It gives the number of connections, since gloo connects every pair of ranks in a group.
+    They determine this rank's number of connections, since gloo connects every pair of ranks in a group.
     """
     rank = device.rank()
     world = tuple(range(dist.get_world_size()))

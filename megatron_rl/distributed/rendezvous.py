@@ -47,9 +47,10 @@ def open_store(timeout: timedelta) -> dist.Store:
 
 
 def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
-    """Return a store that other hosts cannot reach; a TCPStore of torch listens on every interface.
+    """Return a store for the ranks of one host, which other hosts cannot reach.
 
-    Raises DistNetworkError if the port cannot be opened.
+    By default torch's TCPStore listens on every network interface; this one only listens on the loopback
+    interface. Raises DistNetworkError if the port cannot be opened.
     """
     address = "127.0.0.1"
     is_first = current_launch().rank == 0

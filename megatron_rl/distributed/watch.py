@@ -1,9 +1,10 @@
 """Hang detector: abort a job in which no rank makes progress, and report the ranks that the others wait for.
 
 A rank may wait for other ranks as long as these make progress, even for hours if one of them generates long
-responses. So collectives have practically no timeout. Instead a thread of each rank reports the rank's
-position to the job's store, and one rank checks whether any position changes. Before a hanging job is
-aborted, each rank writes its last collectives from PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
+responses. So collectives have practically no timeout. Instead a thread of each rank reports to the job's
+store which phase, how much work and which calls the rank's main thread has reached, and one rank checks
+whether any of these changes. Before a hanging job is aborted, each rank writes its last collectives from
+PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
 
 In a job of one rank, the thread of that rank is the only check. It cannot detect a call into C that never
 releases the interpreter lock, or a process that is stopped.
@@ -28,7 +29,7 @@ from megatron_rl.distributed import device
 from megatron_rl.progress import progress_text
 
 _MAX_REPORT_INTERVAL = 5.0
-"""Largest time in seconds between two reports of a rank; for a short limit it is an eighth of the limit."""
+"""Largest time in seconds between two reports of a rank; an eighth of `rank_timeout` if that is shorter."""
 _STACK_DEPTH = 4
 """Number of innermost calls in a report: the collective and its callers."""
 _MAX_RANKS_LISTED = 8
@@ -41,7 +42,7 @@ _watch: Watch | None = None
 
 
 def last_calls(thread: int | None) -> str:
-    """Return the names of a thread's innermost calls, outermost first."""
+    """Return the names of the innermost calls of the thread with identifier ``thread``, outermost first."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "an unknown call"
@@ -53,15 +54,15 @@ def last_calls(thread: int | None) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Position of one rank, which it writes to the job's store.
+    """Report of one rank in the job's store: what its main thread does, and a hash that shows its progress.
 
     Example: ``Report("12", "81303", True, "rank 3 in phase learn after 40 micro-batches, inside barrier")``.
     """
 
     beat: str
-    """Count of reports; it changes while the reporting thread lives."""
+    """Number of this rank's reports so far; it changes while the reporting thread lives."""
     progress: str
-    """Hash of phase, work and stack; it changes when the main thread makes progress."""
+    """Hash of phase, work done and call stack; it changes when the main thread makes progress."""
     waits: bool
     """Whether the main thread is in a collective, where it may wait for other ranks."""
     text: str
@@ -75,7 +76,7 @@ class Report:
         return cls(beat, progress, bool(waits), description)
 
     def write(self) -> str:
-        """Return the report as text."""
+        """Return the report as text, which `read` parses."""
         waits = ""
         if self.waits:
             waits = "waits"
@@ -140,7 +141,7 @@ class HangDetector:
         return "\n".join(lines)
 
     def _describe(self, rank: int) -> str:
-        """Return the text of a rank's last report, or its number."""
+        """Return the text of a rank's last report, or the rank's number if it has not reported."""
         report = self._last_report[rank]
         if report is None:
             return str(rank)
@@ -153,7 +154,7 @@ class HangDetector:
 
 
 class Watch:
-    """Thread that reports this rank's position to the job's store and ends the process when the job hangs.
+    """Thread that reports this rank's progress to the job's store and ends the process when the job hangs.
 
     Rank 0 decides whether the job hangs; if rank 0 is silent, the lowest rank that reports decides.
     Collective over the world.
@@ -258,14 +259,14 @@ class Watch:
             (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
 
     def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
-        """Update the detector from the reports of some ranks in the store."""
+        """Update the detector from the reports of ``ranks`` in the job's store."""
         keys = [f"report {rank}" for rank in ranks]
         texts = self._store.multi_get(keys)
         for rank, text in zip(ranks, texts, strict=True):
             detector.update(now, rank, Report.read(text.decode()))
 
     def _report(self) -> None:
-        """Write the position of this rank's main thread to the store."""
+        """Write the phase, the work done and the innermost calls of this rank's main thread to the store."""
         self._beats += 1
 
         # Hash the line numbers of the complete stack: while a rank makes progress, one of them changes.

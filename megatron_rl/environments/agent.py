@@ -38,15 +38,18 @@ _EXCERPT_BYTES = 2000
 """Bytes at the end of a failed program's standard error that the failure message quotes."""
 
 _SHUTDOWN_SECONDS = 0.1
-"""Time that open requests get to finish when the episode ends. It is short, since the agent that would read
-the responses has ended, and not 0, which aiohttp treats as no time limit."""
+"""Seconds that open requests get to finish when the episode ends. The time is short, since the agent that
+would read the responses has ended, and not 0, which aiohttp treats as no time limit."""
+
+_BODY_CHECK_SECONDS = 0.2
+"""Seconds between two checks for a malformed body while a request's body is incomplete."""
 
 _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
 """Unsupported request field -> values that have no effect and are therefore accepted."""
 
 
 class Refused(Exception):
-    """Rejection of a request: HTTP status, error code of the JSON body, and message."""
+    """Rejection of an HTTP request by the endpoint: status, error code of the JSON body, and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -69,7 +72,7 @@ class Conversation:
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Validate a request and return its chat completion; raises Refused."""
         _require_supported(request)
-        messages = _normalized(request.get("messages"))
+        messages = _normalize_messages(request.get("messages"))
 
         # A client that lost the response repeats its request, whose turn was already sampled.
         if self._history and messages == self._history[:-1]:
@@ -97,7 +100,7 @@ class Conversation:
             raise Refused(400, "history", "the tools differ from the first request's")
 
     async def _turn(self, request: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Send the new messages to the policy, sample its turn and return the chat completion."""
+        """Send the new messages to the policy, sample its next turn and return it as a chat completion."""
         token_limit = request.get("max_completion_tokens") or request.get("max_tokens")
         try:
             if self._history:
@@ -116,7 +119,7 @@ class Conversation:
         answer: dict[str, Any] = {"role": "assistant", "content": str(message)}
         if message.tool_calls:
             answer["tool_calls"] = list(message.tool_calls)
-        self._history = [*messages, *_normalized([answer])]
+        self._history = [*messages, *_normalize_messages([answer])]
         self._last_completion = _completion(message, answer, bool(request.get("logprobs")))
         return self._last_completion
 
@@ -138,8 +141,8 @@ def _require_supported(request: Mapping[str, Any]) -> None:
         raise Refused(400, "tools", f"expected a list of tools in OpenAI's form, got {tools!r:.80}")
 
 
-def _normalized(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages in canonical form, so that equal histories compare equal.
+def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
+    """Convert messages to canonical form, so that equal histories compare equal.
 
     Clients send the same message in different forms: content as text or as a list of parts, empty fields
     present or absent, tool calls with further keys. Raises Refused for malformed messages.
@@ -174,7 +177,7 @@ def _completion(
     answer: Mapping[str, Any],
     with_log_probs: bool,
 ) -> dict[str, Any]:
-    """Return the body of a chat completion for a turn of the policy."""
+    """Convert a turn of the policy to the body of a chat completion."""
     finish_reason = "stop"
     if message.tool_calls:
         finish_reason = "tool_calls"
@@ -260,7 +263,7 @@ async def _respond(
         raise Refused(404, "path", f"{call} is not served")
 
     try:
-        body = json.loads(await request.read())
+        body = json.loads(await _read_body(request))
     except web.HTTPRequestEntityTooLarge:
         raise Refused(413, "body", f"expected at most {LARGEST_REQUEST} bytes") from None
     except (ConnectionError, web.RequestPayloadError):
@@ -270,6 +273,26 @@ async def _respond(
     if not isinstance(body, dict):
         raise Refused(400, "body", "expected a JSON object")
     return await conversation.answer(body)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    """Return the body of a request; raises RequestPayloadError for a malformed one.
+
+    aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error as if it
+    were the connection's next request, which no real request can be before the body is complete.
+    """
+    reading = asyncio.ensure_future(request.read())
+    try:
+        while not reading.done():
+            await asyncio.wait([reading], timeout=_BODY_CHECK_SECONDS)
+            if not reading.done() and request.protocol._messages:
+                # Close after the response: nothing further on the connection can be parsed.
+                request.protocol.close()
+                request.content.feed_eof()
+                raise web.RequestPayloadError("a chunk of the body is malformed")
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 @dataclass
@@ -361,7 +384,7 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
 
 
 def _temporary_file() -> IO[bytes]:
-    """Return an unnamed temporary file in append mode."""
+    """Create an unnamed temporary file, which is opened in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier
     # lines.
@@ -370,6 +393,6 @@ def _temporary_file() -> IO[bytes]:
 
 
 def _text(file: IO[bytes], start: int = 0) -> str:
-    """Return the text of a file from the byte ``start`` on."""
+    """Return the content of a file from the byte ``start`` on as text."""
     file.seek(start)
     return file.read().decode(errors="replace")

@@ -38,7 +38,7 @@ from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.shapes.fused_experts import stored_shapes
+from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import without_quantization
@@ -79,8 +79,8 @@ class _Piece:
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
-    interleaved: bool = True
-    """Whether the outputs of gate and up alternate in a tensor of all experts."""
+    form: FusedExperts | None = None
+    """Form of a tensor with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
         """Return the boxes of the model's tensors in the piece; ``writer`` is the rank that writes it."""
@@ -94,7 +94,7 @@ class _Piece:
             offset=0,
             stride=strides,
         )
-        return boxes_of_experts([box], self.interleaved)
+        return boxes_of_experts([box], self.form)
 
 
 def export(
@@ -126,12 +126,11 @@ def export(
         dtype = first_parameter.dtype
 
     # Dtype of each tensor in the files.
-    shapes = hf_model.stored_shapes()
+    form = hf_model.family.fused_experts
     multimodal = _multimodal_source(hf_model, source)
-    interleaved = True
-    if multimodal is not None and multimodal.exports_transposed_experts:
-        interleaved = False
-        shapes = stored_shapes(shapes, interleaved)
+    if multimodal is not None:
+        form = multimodal.export_form
+    shapes = stored_shapes(hf_model.tensor_shapes(), form)
     dtypes = dict.fromkeys(shapes, dtype)
     for name in shapes:
         if name.endswith(FLOAT32_NAMES):
@@ -139,7 +138,7 @@ def export(
 
     # Tensors that are copied from the source rather than sent by ranks.
     files = shard_files(shapes, dtypes, file_bytes)
-    extra_tensors = _copied_tensors(hf_model, source)
+    extra_tensors = _tensors_to_copy(hf_model, source)
     stored_names: dict[str, str] = {}
     if multimodal is not None:
         extra_tensors += multimodal.names_outside_language_model()
@@ -155,7 +154,7 @@ def export(
         parameters,
         boxes=source_boxes(model),
         stored_names=stored_names,
-        interleaved=interleaved,
+        form=form,
     )
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
@@ -190,8 +189,8 @@ def export_adapters(
         "lora_dropout": dropout,
     }
 
-    def finish(target: Path) -> None:
-        (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    def finish(folder: Path) -> None:
+        (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     _write(model, Path(path), content, PIECE_BYTES, finish)
 
@@ -212,11 +211,11 @@ class _Content:
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files; empty unless the checkpoint is multimodal."""
-    interleaved: bool = True
-    """Whether the outputs of gate and up alternate in a tensor of all experts."""
+    form: FusedExperts | None = None
+    """Form of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
-    def stored(self, name: str) -> str:
-        """Return the name of a tensor in the files."""
+    def stored_name(self, name: str) -> str:
+        """Return the name that the tensor ``name`` has in the files."""
         return self.stored_names.get(name, name)
 
 
@@ -227,18 +226,21 @@ def _write(
     piece_bytes: int,
     finish: Callable[[Path], None],
 ) -> None:
-    """Write tensors into a temporary folder, complete it with ``finish`` and rename it to ``path``."""
+    """Write tensors into a temporary folder, add its other files with ``finish`` and rename it to ``path``.
+
+    Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
+    """
     group = model.groups.all
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content, ranks, piece_bytes)
 
     # Only the first rank creates and renames the folder; the others wait and raise its errors.
-    target = path.with_name(path.name + ".incomplete")
+    temporary = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
 
     def prepare() -> None:
         if is_first:
-            _prepare(path, target)
+            _prepare(path, temporary)
 
     _run_or_raise(prepare, path, group)
 
@@ -246,7 +248,7 @@ def _write(
     # first step.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
-    writer = _Writer(content, target)
+    writer = _Writer(content, temporary)
     create_communicator(group)
     _collect(
         steps,
@@ -264,13 +266,13 @@ def _write(
 
     def publish() -> None:
         if is_first:
-            _publish(target, path, finish, digests)
+            _publish(temporary, path, finish, digests)
 
     _run_or_raise(publish, path, group)
 
 
-def _copied_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the names of the tensors to copy from ``source``, by `PretrainedModel.is_copied`."""
+def _tensors_to_copy(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
+    """Return the names of the tensors that are not trained, but copied from ``source``."""
     has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
     if source is None or not has_copied:
         return []
@@ -334,20 +336,20 @@ def _split_tensor(
             start=(begin, *row_start),
             size=(count, *row_shape),
             dtype=dtype,
-            interleaved=content.interleaved,
+            form=content.form,
         )
 
 
 class _Writer:
-    """Writer of this rank's files.
+    """Writer of this rank's files of tensors, in the folder ``temporary``.
 
     A write error is raised only by `close`: until then other ranks send pieces, and would wait forever for a
     receiver that has left the loop.
     """
 
-    def __init__(self, content: _Content, target: Path) -> None:
+    def __init__(self, content: _Content, temporary: Path) -> None:
         self._content = content
-        self._target = target
+        self._temporary = temporary
         self._open: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
 
@@ -363,10 +365,10 @@ class _Writer:
                 shapes: dict[str, Shape] = {}
                 dtypes: dict[str, torch.dtype] = {}
                 for name in content.files[piece.file]:
-                    stored_name = content.stored(name)
+                    stored_name = content.stored_name(name)
                     shapes[stored_name] = content.shapes[name]
                     dtypes[stored_name] = content.dtypes[name]
-                path = self._target / piece.file
+                path = self._temporary / piece.file
                 self._open[piece.file] = SafetensorsWriter(path, shapes, dtypes)
             self._open[piece.file].write(values)
         except OSError as error:
@@ -482,31 +484,34 @@ def _transfers_by_step(
     return transfers
 
 
-def _prepare(path: Path, target: Path) -> None:
-    """Create an empty temporary folder; raise FileExistsError if ``path`` is not new or empty."""
+def _prepare(path: Path, temporary: Path) -> None:
+    """Create an empty ``temporary`` folder; raise FileExistsError unless ``path`` is new or empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
 
     # Remove files of an export that was interrupted.
-    target.mkdir(parents=True, exist_ok=True)
-    for file in target.iterdir():
+    temporary.mkdir(parents=True, exist_ok=True)
+    for file in temporary.iterdir():
         file.unlink()
 
 
 def _publish(
-    target: Path,
+    temporary: Path,
     path: Path,
     finish: Callable[[Path], None],
     digests: Mapping[str, str],
 ) -> None:
-    """Complete the temporary folder and rename it to ``path``."""
-    finish(target)
-    seal(target, digests)
+    """Add the other files to the ``temporary`` folder with ``finish``, seal it, and rename it to ``path``.
+
+    ``digests`` are those of the tensor files, by file name.
+    """
+    finish(temporary)
+    seal(temporary, digests)
 
     # The folder is empty, since `_prepare` refuses any other folder.
     if path.is_dir():
         path.rmdir()
-    os.replace(target, path)
+    os.replace(temporary, path)
     # Sync the parent folder too: otherwise a power failure could undo the renaming.
     sync_folder(path.parent)
 
@@ -517,39 +522,42 @@ def _finish(
     dtype: torch.dtype,
     source: str | Path | None,
     extra_tensors: Sequence[str],
-    target: Path,
+    folder: Path,
 ) -> None:
-    """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
+    """Write config.json, index and tokenizer files of a checkpoint into ``folder``, and ``extra_tensors``.
+
+    The latter are the stored names of tensors to copy from ``source``.
+    """
     files: dict[str, Sequence[str]] = {}
     for file, names in content.files.items():
-        files[file] = [content.stored(name) for name in names]
+        files[file] = [content.stored_name(name) for name in names]
 
     if content.stored_names:
         assert source is not None
-        _write_multimodal_config(Path(source), dtype, target)
+        _write_multimodal_config(Path(source), dtype, folder)
     else:
-        _write_config(hf_config, dtype, target)
+        _write_config(hf_config, dtype, folder)
 
     total_bytes = 0
     for name, shape in content.shapes.items():
         total_bytes += tensor_bytes(shape, content.dtypes[name])
     if source is not None and extra_tensors:
-        total_bytes += copy_tensors(source, target / FURTHER_FILE, extra_tensors, dtype)
+        total_bytes += copy_tensors(source, folder / FURTHER_FILE, extra_tensors, dtype)
         files = {**files, FURTHER_FILE: extra_tensors}
 
     # More than one file needs an index.
     if len(files) > 1:
-        write_index(target, files, total_bytes)
+        write_index(folder, files, total_bytes)
     if source is not None:
-        copy_tokenizer(source, target)
+        copy_tokenizer(source, folder)
 
 
 def _write_config(
     hf_config: Any,
     dtype: torch.dtype,
-    target: Path,
+    folder: Path,
 ) -> None:
-    """Write config.json as transformers and engines read it."""
+    """Write the config.json of a text-only model into ``folder``, as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     model = pretrained(config)
@@ -559,15 +567,18 @@ def _write_config(
     # Without these keys an engine would interpret the weights as another model's.
     for key, value in model.engine_keys.items():
         setattr(config, key, value)
-    config.save_pretrained(target)
+    config.save_pretrained(folder)
 
 
 def _write_multimodal_config(
     source: Path,
     dtype: torch.dtype,
-    target: Path,
+    folder: Path,
 ) -> None:
-    """Write the config.json of a multimodal checkpoint without quantisation and with the export's dtype."""
+    """Write the config.json of a multimodal ``source`` into ``folder``, without quantisation.
+
+    Its dtype becomes ``dtype``.
+    """
     config = without_quantization(read_json(source / "config.json"))
 
     # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
@@ -579,7 +590,7 @@ def _write_multimodal_config(
         text_config["dtype"] = config["dtype"]
 
     text = json.dumps(config, indent=2) + "\n"
-    (target / "config.json").write_text(text, encoding="utf-8")
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def _run_or_raise(
@@ -587,7 +598,10 @@ def _run_or_raise(
     path: Path,
     group: Any,
 ) -> list[Any]:
-    """Run an action on every rank and return the results by rank; raise on all ranks if one cannot write."""
+    """Run an action on every rank and return the results by rank.
+
+    Raises UserError on all ranks if one of them cannot write to ``path``. Collective over the group.
+    """
 
     def explain_os_error() -> Any:
         try:

@@ -14,17 +14,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_file
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
-from megatron_rl.hf.quantized import dequantize, dequantize_blocks
+from megatron_rl.errors import UserError, unreadable_file
+from megatron_rl.hf.quantized import dequantize, dequantize_blocks, unpack_numbers
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE
-from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
-from megatron_rl.shapes.multimodal import language_config, language_name, multimodal_of, tensor_locations
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, FusedExperts, TensorLocation, locate_tensors
+from megatron_rl.shapes.multimodal import language_config, language_model_names, multimodal_of
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
-    read_json,
+    read_config,
+    read_index,
     read_pretrained,
     tokenizer_files,
     weight_files,
@@ -34,13 +34,17 @@ from megatron_rl.shapes.quantized import (
     Quantization,
     has_mxfp4_scales,
     is_activation_scale,
+    is_one_number,
     mxfp4_error,
+    nvfp4_error,
     read_quantization,
     scale_shape_error,
     scales_by_weight,
+    tensor_scales_by_weight,
 )
 
 Shape = tuple[int, ...]
+"""Size of a tensor in each dimension."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -88,50 +92,46 @@ class CheckpointFiles:
         config: Mapping[str, Any] = {}
         config_file = self.path / "config.json"
         if file is None and config_file.is_file():
-            config = read_json(config_file)
+            config = read_config(config_file)
         language_model = language_config(config)
 
-        # Name -> location in the stored tensors, by default the complete tensor of the same name.
-        self._locations: dict[str, TensorLocation] = {}
-        for name in self._file_of:
-            self._locations[name] = TensorLocation(name)
-
+        # Name in a checkpoint of the language model -> stored name.
+        self._stored_names: dict[str, str] = {name: name for name in self._file_of}
         kind = multimodal_of(config)
         self.is_multimodal = kind is not None
-        self.exports_transposed_experts = kind is not None and kind.transposed_experts
         if kind is not None:
-            hidden = language_model["hidden_size"]
-            self._locations = tensor_locations(self._file_of, self._stored_shape, hidden)
+            self._stored_names = language_model_names(self._file_of)
 
-        # Some families stack all experts of a layer in one tensor.
-        model_type = str(language_model.get("model_type"))
-        family = BY_MODEL_TYPE.get(model_type)
-        if family is not None and family.interleaved_experts:
-            self._locations = {}
-            for name in self._file_of:
-                self._locations |= expert_tensors(name, self._stored_shape(name))
+        # How experts are stored, here and in an export of a model that was read from here.
+        form: FusedExperts | None = None
+        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+        if family is not None:
+            form = family.fused_experts
+        self.export_form = form
+        if kind is not None:
+            self.export_form = kind.fused_experts
 
-        # Tensors of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
-        self._stored_experts: dict[str, str] = {}
-        if self.exports_transposed_experts:
-            self._stored_experts = {language_name(name): name for name in self._file_of}
+        # Name -> location in the stored tensors.
+        hidden = language_model.get("hidden_size")
+        self._locations: dict[str, TensorLocation] = {}
+        if isinstance(hidden, int):
+            self._locations = locate_tensors(self._stored_names, self._stored_shape, form, hidden)
+        else:
+            self._locations = {name: TensorLocation(stored) for name, stored in self._stored_names.items()}
 
-        # Name of a weight -> name of its scales.
+        # Name of a weight -> name of its scales, and of a second scale of the whole tensor.
         self._scales: dict[str, str] = {}
+        self._tensor_scales: dict[str, str] = {}
         self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
         if self._quantization is not None:
             self._scales = scales_by_weight(self._locations)
+            if self._quantization.has_tensor_scales:
+                self._tensor_scales = tensor_scales_by_weight(self._locations)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, from the directory's index if ``files`` is None."""
-        index = self.path / INDEX
         if files is None:
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                expected = "JSON with a weight_map"
-                raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
-
+            weight_map = read_index(self.path)
             absent_files: list[str] = []
             for file in sorted(set(weight_map.values())):
                 if not (self.path / file).is_file():
@@ -139,7 +139,7 @@ class CheckpointFiles:
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
-                    where=str(index),
+                    where=str(self.path / INDEX),
                     got="missing " + ", ".join(absent_files),
                     fix="download the checkpoint again, with all its files",
                 )
@@ -187,7 +187,7 @@ class CheckpointFiles:
         names = set(self._locations)
         if self._quantization is None:
             return names
-        names -= set(self._scales.values())
+        names -= {*self._scales.values(), *self._tensor_scales.values()}
         return {name for name in names if not is_activation_scale(name)}
 
     def names_outside_language_model(self) -> list[str]:
@@ -204,7 +204,7 @@ class CheckpointFiles:
         """
         location = self._locations.get(name)
         if location is None:
-            return self._stored_experts.get(name, name)
+            return self._stored_names.get(name, name)
         if location.expert is None:
             return location.name
 
@@ -220,10 +220,21 @@ class CheckpointFiles:
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
         location = self._location(name)
-        return location.shape(self._stored_shape(location.name))
+        shape = location.shape(self._stored_shape(location.name))
+        if self._is_packed(name):
+            return (*shape[:-1], 2 * shape[-1])
+        return shape
+
+    def _is_packed(self, name: str) -> bool:
+        """Return whether a tensor is stored as bytes with two numbers in each (NVFP4)."""
+        has_tensor_scales = self._quantization is not None and self._quantization.has_tensor_scales
+        return has_tensor_scales and name in self._scales
 
     def _location(self, name: str) -> TensorLocation:
-        """Return the location of a tensor; outside the language model ``name`` is the stored name."""
+        """Return the location of a tensor in the stored tensors.
+
+        ``name`` may also be the stored name of a tensor outside the language model.
+        """
         return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
@@ -244,6 +255,9 @@ class CheckpointFiles:
         if location.blocks:
             return self._read_blocks(location, start, size)
 
+        if self._is_packed(name):
+            return self._dequantize(name, self._read_packed(location.name, start, size), start)
+
         box = _stored_box(location, start, size)
         values = self._slice_of(location.name)[box]
         if location.transposed:
@@ -260,7 +274,7 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return a box of a matrix in mxfp4 as float32."""
+        """Return the box of a matrix that is stored in mxfp4, as float32."""
         scales_name = location.name.removesuffix(BLOCKS) + SCALES
         shape = self._stored_shape(location.name)
         scales_shape = None
@@ -290,6 +304,24 @@ class CheckpointFiles:
             column_count,
         )
 
+    def _read_packed(
+        self,
+        stored: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
+        """Return the numbers in a box of a tensor with two of them in each byte, before any scale."""
+        # Read the complete bytes that contain the columns.
+        *box_start, column = start
+        *box_size, columns = size
+        box: list[slice] = []
+        for begin, count in zip(box_start, box_size, strict=True):
+            box.append(slice(begin, begin + count))
+        box.append(slice(column // 2, -(-(column + columns) // 2)))
+
+        numbers = unpack_numbers(self._slice_of(stored)[tuple(box)])
+        return numbers.narrow(-1, column % 2, columns)
+
     def _dequantize(
         self,
         name: str,
@@ -300,6 +332,8 @@ class CheckpointFiles:
         # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
         stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
+        if self._is_packed(name):
+            scales = scales.float() * self._tensor_scale(name)
 
         assert self._quantization is not None
         shape = self.shape(name)
@@ -309,6 +343,18 @@ class CheckpointFiles:
             file = str(self._file_of[stored])
             raise scale_shape_error(file, stored, scales_shape, shape)
         return dequantize(values, scales, start, block)
+
+    def _tensor_scale(self, name: str) -> Tensor:
+        """Return the second scale of a tensor in NVFP4, as one number."""
+        location = self._location(name)
+        if name not in self._tensor_scales:
+            raise nvfp4_error(str(self._file_of[location.name]), name, self.shape(name), None)
+
+        stored = self._location(self._tensor_scales[name]).name
+        scale = self._handle(self._file_of[stored]).get_tensor(stored)
+        if not is_one_number(tuple(scale.shape)):
+            raise nvfp4_error(str(self._file_of[stored]), name, self.shape(name), tuple(scale.shape))
+        return scale.float().reshape(())
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored as numbers of 8 or 4 bits with scales."""

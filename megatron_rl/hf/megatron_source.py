@@ -1,4 +1,4 @@
-"""Megatron checkpoints read as Hugging Face tensors, a slice at a time: weights and optimizer states.
+"""Readers of Megatron checkpoints as Hugging Face tensors, a slice at a time: weights, optimizer states.
 
 `megatron_rl.interop.megatron_lm` returns the locations of the tensors. This module reads their values by
 torch with ``weights_only``, so that a damaged or forged piece cannot run code.
@@ -165,7 +165,7 @@ class MegatronFiles:
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
+        """Return the Hugging Face names of all tensors."""
         return set(self._boxes)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ class MegatronFiles:
             # The first piece determines the dtype.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
-            _within(values, start, overlap).copy_(stored)
+            _view_of_box(values, start, overlap).copy_(stored)
 
         assert values is not None, name
         return values
@@ -205,7 +205,7 @@ class MegatronFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Read a part of a box from its stored tensor; ``start`` counts from the start of the box."""
+        """Return a part of a box, read from its stored tensor; ``start`` counts from the start of the box."""
         location = self._locations[box.storage]
 
         # Coordinates of the box in the stored tensor.
@@ -227,7 +227,7 @@ class MegatronFiles:
             values = self._reader.load(chunk)
             if result is None:
                 result = torch.empty(counts, dtype=values.dtype)
-            _within(result, begin, overlap).copy_(_within(values, chunk.start, overlap))
+            _view_of_box(result, begin, overlap).copy_(_view_of_box(values, chunk.start, overlap))
 
         assert result is not None, location
         return result.view(tuple(size))
@@ -242,7 +242,7 @@ class MegatronFiles:
 class BufferFiles(MegatronFiles):
     """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    The state is the float32 master weights; `with_state` returns sources for the moments. ``parameters`` are
+    The state is the float32 master weights; `with_state` returns readers of the moments. ``parameters`` are
     the locations of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
     the biases that balance the load of experts, are read from the model's weights.
     """
@@ -302,7 +302,10 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return the source of another optimizer state with the same buffer layout."""
+        """Return a reader of the optimizer state named ``state``, such as "exp_avg".
+
+        It is stored in other buffers, in which each parameter is at the same position.
+        """
         source = copy(self)
         source._state = state
         return source
@@ -313,7 +316,7 @@ class BufferFiles(MegatronFiles):
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Read a part of a box from the flat buffers, or from the weights if the tensor has no state."""
+        """Return a part of a box from the flat buffers, or from the weights if the tensor has no state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._read_stored(box, start, size)
@@ -341,7 +344,7 @@ class BufferFiles(MegatronFiles):
         return values
 
 
-def _within(
+def _view_of_box(
     values: Tensor,
     start: Sequence[int],
     box: Span,

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: tensor names, initial values, checksum of the base model."""
+"""LoRA adapters in PEFT's format: tensor names, initial values, and the checksum of the base model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_adapters(
 
 
 def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
-    """Store the checksum of the base weights in the folder ``path`` in the model's adapter description.
+    """Compute the checksum of the base model in the folder ``path``, and store it in ``model.adapters``.
 
     Only the first rank reads the files. Collective over the model's ranks.
     """

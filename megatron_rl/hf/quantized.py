@@ -1,4 +1,4 @@
-"""Dequantisation of boxes of tensors to float32: numbers of 8 bits with scales, and mxfp4."""
+"""Dequantisation of boxes of tensors to float32: numbers of 8 bits with scales, mxfp4, and NVFP4."""
 
 from __future__ import annotations
 
@@ -52,13 +52,7 @@ def dequantize_blocks(
     counted from the first block. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the
     order in a byte is gpt-oss's.
     """
-    # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
-    negative = [-value for value in _E2M1]
-    values = torch.tensor([*_E2M1, *negative])
-    low_half = blocks & 0xF
-    high_half = blocks >> 4
-    halves = torch.stack((low_half, high_half), dim=-1)
-    numbers = values[halves.int()].flatten(-2)
+    numbers = unpack_numbers(blocks)
 
     # The products are exact in float32. The exponent 255 stands for NaN, which `require_finite` refuses.
     exponents = scales.int() - _E8M0_BIAS
@@ -67,3 +61,17 @@ def dequantize_blocks(
     weights = (numbers * powers[..., None]).flatten(1)
     assert weights.shape[1] % MXFP4_BLOCK == 0, weights.shape
     return weights[:, begin : begin + count]
+
+
+def unpack_numbers(packed: Tensor) -> Tensor:
+    """Return the numbers of 4 bits in bytes as float32, [..., 2 * bytes].
+
+    A byte contains two neighbouring numbers, the first one in its lower half, as in mxfp4 and NVFP4.
+    """
+    # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
+    negative = [-value for value in _E2M1]
+    values = torch.tensor([*_E2M1, *negative])
+    low_half = packed & 0xF
+    high_half = packed >> 4
+    halves = torch.stack((low_half, high_half), dim=-1)
+    return values[halves.int()].flatten(-2)

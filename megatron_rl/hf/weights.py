@@ -120,7 +120,7 @@ def fill_parameters(
 
     # An error is raised on all ranks before the first broadcast, in which they would otherwise hang.
     sources = _assign_sources(parameters, groups)
-    assigned = _assigned_to_this_rank(sources)
+    assigned = _parameters_of_this_rank(sources)
 
     def read_assigned() -> None:
         _read(parameters, assigned, model, open_files())
@@ -135,10 +135,10 @@ def fill_parameters(
 
 def assigned_parameters(parameters: Mapping[str, Tensor], model: ParallelModel) -> set[str]:
     """Return the names of the parameters that this rank reads for all ranks with the same parameters."""
-    return _assigned_to_this_rank(_assign_sources(parameters, model.groups))
+    return _parameters_of_this_rank(_assign_sources(parameters, model.groups))
 
 
-def _assigned_to_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
+def _parameters_of_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
     """Return the names of the parameters whose source, a rank in a group, is this rank."""
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
@@ -176,7 +176,10 @@ def _read(
     model: Chunked,
     files: Checkpoint,
 ) -> None:
-    """Fill the ``selected`` parameters of a model from files, a box at a time."""
+    """Fill the ``selected`` of the ``parameters`` from a checkpoint's files, one box at a time.
+
+    ``parameters`` are those of `fill_parameters`.
+    """
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
@@ -228,7 +231,7 @@ def require_finite(
     name: str,
     files: Checkpoint,
 ) -> None:
-    """Raise UserError if any weight is NaN or infinite."""
+    """Raise UserError if any of the ``values`` read from a checkpoint's tensor is NaN or infinite."""
     # Minimum and maximum reveal NaN and infinities in one pass, without a copy: aminmax propagates NaN.
     if values.numel() == 0:
         return

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.distributed.device import host
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import Chunked, live_parameters
+from megatron_rl.shapes.layer_weights import is_buffer
 
 
 class RolloutPolicy:
@@ -62,7 +63,7 @@ class RolloutPolicy:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the copied weights into the model during the block, and restore its own afterwards."""
+        """Put the copied weights into the model inside the block, and restore its newer ones afterwards."""
         self._swap()
         try:
             yield
@@ -85,11 +86,11 @@ class RolloutPolicy:
             weight.copy_(copy)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the trained weights by name; with adapters these are the adapters and the expert biases."""
+        """Return the trained weights by name; with adapters these are the adapters and the buffers."""
         if self._model is None:
             return {}
         weights = live_parameters(self._model)
         if getattr(self._model, "adapters", None) is None:
             return weights
-        buffers = {name: weight for name, weight in weights.items() if name.endswith(".expert_bias")}
+        buffers = {name: weight for name, weight in weights.items() if is_buffer(name)}
         return buffers | adapter_parameters(self._model)

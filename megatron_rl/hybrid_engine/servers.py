@@ -110,7 +110,9 @@ class _ServerState:
     """
 
     name: str
+    """`CURRENT`, `OUTDATED`, `FOREIGN` or `UNREACHABLE`."""
     reason: str = ""
+    """Error of the request to an unreachable server; empty for other servers."""
 
 
 class ServedWeights:
@@ -152,10 +154,10 @@ class ServedWeights:
         self._unavailable: dict[Server, str] = {}
         self._is_leader = device.rank() == actor[0]
         # Unique, so that a server with weights of another job is never mistaken for a current one.
-        self._job_name = self._from_leader(lambda: uuid.uuid4().hex)
+        self._job_name = self._call_on_leader(lambda: uuid.uuid4().hex)
         self._started = False
 
-    def _from_leader(self, function: Callable[[], Any]) -> Any:
+    def _call_on_leader(self, function: Callable[[], Any]) -> Any:
         """Call a function on the actor's first rank; return its result on every rank.
 
         Collective over the world.
@@ -193,7 +195,7 @@ class ServedWeights:
         self._served_version = self.version if newest else self.rollout_version
         while True:
             # One rank queries the servers and reads the clock, so that all ranks take the same branches.
-            states, timed_out = self._from_leader(lambda: (self._states(), time.monotonic() > deadline))
+            states, timed_out = self._call_on_leader(lambda: (self._states(), time.monotonic() > deadline))
             unavailable: dict[Server, str] = {}
             foreign: list[Server] = []
             for server, state in zip(self._servers, states, strict=True):
@@ -256,7 +258,7 @@ class ServedWeights:
         )
 
     def _states(self) -> list[_ServerState]:
-        """Query the state of all servers concurrently."""
+        """Return the state of every server, queried concurrently."""
         with ThreadPoolExecutor(len(self._servers)) as executor:
             return list(executor.map(self._state, self._servers))
 
@@ -281,7 +283,7 @@ class ServedWeights:
         """
         start = time.perf_counter()
         metrics = None
-        address, failure = self._from_leader(lambda: self._prepare(server))
+        address, failure = self._call_on_leader(lambda: self._prepare(server))
         weights = self.rollout_policy.weights_of(self._served_version, self.version)
         with self._resident(), weights:
             # All ranks of the actor complete each action before any rank starts the next one.
@@ -329,7 +331,7 @@ class ServedWeights:
 
         The rendezvous is empty for a server with a link, whose process group is used again.
         """
-        seconds = self._config.update_timeout
+        timeout = self._config.update_timeout
         rendezvous: dict[str, Any] = {}
         try:
             # Without a link the server is new to this job, or was restarted.
@@ -337,17 +339,20 @@ class ServedWeights:
                 server.require_fit(self._run_config)
                 server.require_open()
                 # A killed job may have left an unfinished update and its process group.
-                server.reset_updates(seconds)
+                server.reset_updates(timeout)
                 rendezvous = _free_address(server) | {"workers": server.workers()}
 
             # Requests in flight must not read weights of two versions.
-            server.pause(seconds)
+            server.pause(timeout)
         except (ServerError, UserError, OSError) as error:
             return {}, str(error)
         return rendezvous, None
 
     def _connect(self, server: Server, address: dict[str, Any]) -> None:
-        """Form the process group with a server's workers and build the plan, unless the server has a link."""
+        """Form the process group with a server's workers and build the plan, unless the server has a link.
+
+        ``address`` is the rendezvous that `_prepare` returned: address, port and number of workers.
+        """
         if server in self._links:
             return
 
@@ -358,12 +363,12 @@ class ServedWeights:
             "staging_bytes": hybrid_engine.staging_bytes,
             "verify": hybrid_engine.verify,
         }
-        seconds = self._config.update_timeout
+        timeout = self._config.update_timeout
         actor_ranks = len(self._actor)
         call = None
         if self._is_leader:
             rendezvous = address | settings | {"trainers": actor_ranks}
-            call = start_call(server.join_transfer, rendezvous, seconds)
+            call = start_call(server.join_transfer, rendezvous, timeout)
 
         with _wait_for(call):
             group = join_span(
@@ -371,7 +376,7 @@ class ServedWeights:
                 address["port"],
                 self._actor.index(device.rank()),
                 actor_ranks + address["workers"],
-                seconds,
+                timeout,
             )
             self._links[server] = _ServerLink(
                 HybridEngine(self._model, None, group=group, **settings),
@@ -381,17 +386,17 @@ class ServedWeights:
             _ = self._links[server].transfer.plan
 
     def _start_update(self, server: Server) -> None:
-        """Tell a server, from the leader, that an update of its weights starts."""
+        """Start an update of a server's weights, by a request of the leader."""
         if self._is_leader:
             server.start_update(self._config.update_timeout)
 
     def _transfer(self, server: Server) -> Metrics:
         """Move the weights, and resume the server with them; return the metrics of the sync."""
         # The server's call runs in a thread, since its workers receive while the actor's ranks send.
-        seconds = self._config.update_timeout
+        timeout = self._config.update_timeout
         call = None
         if self._is_leader:
-            call = start_call(server.receive_weights, self._served_version, seconds)
+            call = start_call(server.receive_weights, self._served_version, timeout)
         with _wait_for(call):
             transfer = self._links[server].transfer
             transfer.version = self._served_version
@@ -399,7 +404,7 @@ class ServedWeights:
 
         # Name the new weights only now that both sides have verified them.
         if self._is_leader:
-            server.finish_update(self._weights_name, seconds)
+            server.finish_update(self._weights_name, timeout)
         return metrics
 
     def _leave(self, server: Server) -> None:

@@ -24,8 +24,7 @@ from megatron_rl.distributed.exchange import (
     rank_in,
     sum_over_ranks,
 )
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unknown_choice
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
@@ -77,7 +76,7 @@ class WeightTransfer:
 
     @property
     def plan(self) -> ReshardPlan:
-        """Return the plan, built once. The first access is collective over the group."""
+        """Return the reshard plan, built once. The first access is collective over the group."""
         if self._plan is None:
             self._plan = self._build_plan()
         return self._plan
@@ -223,7 +222,10 @@ class HybridEngine:
 
     @property
     def plan(self) -> ReshardPlan:
-        """Return the plan of the weights, built once. The first access is collective over the group."""
+        """Return the reshard plan of the weights, built once.
+
+        The first access is collective over the group.
+        """
         return self._transfers[0].plan
 
     @property
@@ -310,8 +312,8 @@ class HybridEngine:
         """Wake the engine and sync stale weights; if it ``sleeps``, put it to sleep again at the end.
 
         The engine gets the weights of ``rollout_version`` or, with ``newest``, the model's current ones, for
-        an evaluation.
-        Yields the metrics of the sync, which are empty without a sync. Collective over the group.
+        an evaluation. Yields the metrics of the sync, which are empty without a sync. Collective over the
+        group.
         """
         # The sync writes into the engine's storage, which exists only while the engine is awake.
         if self._engine is not None:
@@ -334,7 +336,7 @@ class HybridEngine:
                 self._engine.sleep()
 
     def _is_stale(self, version: int) -> bool:
-        """Return whether any engine needs a sync to have ``version``. Collective over the group."""
+        """Return whether any engine lacks the weights of ``version``. Collective over the group."""
         discarded = self._engine is not None and self._engine.needs_weights
         return self._is_true_on_any_rank(discarded or self._synced_version != version)
 
@@ -351,7 +353,10 @@ class HybridEngine:
 
 
 def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
-    """Return a source of a model's weights, or None without a model; unless separate, adapters are merged."""
+    """Return the weights of a model as a source, or None without a model.
+
+    Adapters are merged into them unless ``separate_adapters`` is set.
+    """
     if model is None:
         return None
 
@@ -368,7 +373,7 @@ def _adapter_source(model: Any) -> WeightSource | None:
 
 
 def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
-    """Add up counts by rank; return the sum of the busiest rank."""
+    """Sum several counts by rank, and return the largest sum, which is that of the busiest rank."""
     total = sum((Counter(count) for count in counts), Counter[int]())
     return float(max(total.values(), default=0))
 

@@ -2,7 +2,8 @@
 
 ``python -m vllm.entrypoints.openai.api_server --model MODEL --weight-transfer-config '{"backend":
 "megatron_rl"}' --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker``
-imports this module in each worker, before the worker loads its model. `check` shows the whole command.
+imports this module in each worker, before the worker loads its model. The command ``check`` prints the
+complete command line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class HybridWorker:
     """Methods that a training job calls on each worker of a vLLM server."""
 
     _claim = ("", 0.0)
+    """Run that has reserved the server, and the time at which the reservation ends (monotonic, seconds)."""
 
     def claim(self, run: str, seconds: float) -> str | None:
         """Reserve this server for a run, for ``seconds``.

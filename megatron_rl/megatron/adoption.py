@@ -33,7 +33,7 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     for a model that config.json does not describe, and for settings that RL cannot train with. Collective
     over the world.
     """
-    chunks = [_unwrapped_chunk(chunk) for chunk in wrapped]
+    chunks = [_unwrap_chunk(chunk) for chunk in wrapped]
     config: Any = chunks[0].config
     layout = ParallelLayout(tuple(range(dist.get_world_size())), **layout_of(wrapped))
     groups = ParallelGroups(layout)
@@ -61,7 +61,7 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
         # Interleaved schedules release an activation before its send is complete, see `role_settings`.
         config.deallocate_pipeline_outputs = False
 
-    # The script's own config from here on: Megatron's layers and wrappers hold references to it.
+    # From here on the spec has the script's own config, since Megatron's layers and wrappers refer to it.
     spec = replace(spec, transformer_config=config)
     if wrapped[0].ddp_config.overlap_grad_reduce:
         # Megatron's schedules take a list for interleaved chunks, a function for a single one.
@@ -119,7 +119,7 @@ def _wrong_type(
 
 
 def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
-    """Return the layout of a training script's chunks, by the configuration's names of its fields."""
+    """Return the parallel sizes of a training script's chunks, keyed by the fields of `ParallelLayout`."""
     config: Any = wrapped[0].config
     return {
         "tensor": config.tensor_model_parallel_size,
@@ -132,7 +132,7 @@ def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _unwrapped_chunk(chunk: Any) -> Any:
+def _unwrap_chunk(chunk: Any) -> Any:
     """Return the GPTModel inside Megatron's wrappers, and stop Float16Module from converting its outputs."""
     while not hasattr(chunk, "decoder"):
         inner: Any = chunk.module
@@ -144,7 +144,7 @@ def _unwrapped_chunk(chunk: Any) -> Any:
 
 
 def _check_groups(groups: ParallelGroups) -> None:
-    """Raise UserError if a process-global group has other ranks than the role's group."""
+    """Raise UserError if one of Megatron's process-global groups has other ranks than the role's group."""
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
         role_group = getattr(groups, attribute)

@@ -29,9 +29,10 @@ from megatron_rl.megatron.layers import RmsNorm
 from megatron_rl.megatron.packing import PackedRows
 
 CHUNK = 64
-"""Tokens per chunk: within a chunk the rule is computed by matrix products, across chunks by a loop."""
+"""Tokens per chunk: the delta rule is computed by matrix products in a chunk, and by a loop across chunks."""
 NORM_EPSILON = 1e-6
-"""Added to the squared length of queries and keys before its root, as in the models' published code."""
+"""Term that is added to the squared length of queries and keys before the square root, as in the models'
+published code."""
 
 
 class PackedDeltaNet(GatedDeltaNet):
@@ -42,9 +43,9 @@ class PackedDeltaNet(GatedDeltaNet):
     """
 
     gathers_rows = True
-    """Rows come in the buckets of `PackedRows`."""
+    """Marks a layer that needs rows gathered by length, in the buckets of `PackedRows`."""
 
-    # The sizes are optional in a configuration, but not in one with delta nets.
+    # Megatron declares these sizes as optional, but a configuration with delta nets has them.
     key_head_dim: int
     value_head_dim: int
     num_key_heads: int
@@ -199,7 +200,7 @@ def chunked_delta_rule(
     count = -(-length // chunk)
 
     # [rows, heads, chunks, tokens of a chunk, size], and without size for rate and decay.
-    chunked = partial(_in_chunks, count=count, chunk=chunk)
+    chunked = partial(_split_into_chunks, count=count, chunk=chunk)
     query = chunked(query) * key_size**-0.5
     key = chunked(key)
     chunked_value = chunked(value)
@@ -238,7 +239,7 @@ def chunked_delta_rule(
     return output.transpose(1, 2).to(value.dtype)
 
 
-def _in_chunks(
+def _split_into_chunks(
     values: Tensor,
     count: int,
     chunk: int,

@@ -30,7 +30,8 @@ from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
 _megatron_exchanges: dict[str, Any] = {}
-"""Megatron's own gather and reduce-scatter along the first dimension, for parts of equal size."""
+""""gather" and "scatter" -> Megatron's own gather and reduce-scatter along the first dimension, for parts of
+equal size."""
 
 
 def prepare_experts() -> None:
@@ -56,7 +57,7 @@ def prepare_experts() -> None:
 
 
 def prepare_biased_experts(layers: Iterable[Any]) -> None:
-    """Make the plain experts of some layers add their biases, in any layout.
+    """Make the plain experts in ``layers`` add their biases correctly in any layout.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
     collective over one rank. It also marks the bias so that its gradient is summed over tensor-parallel
@@ -78,7 +79,10 @@ def _gather_uneven(
     output_split_sizes: Any = None,
     use_global_buffer: bool = False,
 ) -> Any:
-    """Gather parts of the given sizes along the first dimension. Collective over ``group``."""
+    """Concatenate the tensors of all ranks, which differ in length, along the first dimension.
+
+    ``output_split_sizes`` are the lengths by rank; None means equal lengths. Collective over ``group``.
+    """
     if output_split_sizes is None or group.size() == 1:
         return _megatron_exchanges["gather"](value, group, output_split_sizes, use_global_buffer)
 
@@ -97,7 +101,11 @@ def _reduce_scatter_uneven(
     input_split_sizes: Any = None,
     use_global_buffer: bool = False,
 ) -> Any:
-    """Sum the group's tensors and return this rank's part of the given sizes. Collective over ``group``."""
+    """Sum ``value`` over the ranks and return this rank's slice of the sum along the first dimension.
+
+    ``input_split_sizes`` are the lengths of the slices by rank; None means equal lengths. Collective over
+    ``group``.
+    """
     if input_split_sizes is None or group.size() == 1:
         return _megatron_exchanges["scatter"](value, group, input_split_sizes, use_global_buffer)
 
@@ -112,7 +120,10 @@ def host_counts(
     as_numpy: bool = False,
     record_stream: bool = False,
 ) -> Any:
-    """Convert a host tensor as the dispatcher expects: Megatron's function converts device tensors only."""
+    """Return a host tensor in the form that the token dispatcher expects: as NumPy array if ``as_numpy``.
+
+    It replaces Megatron's `maybe_move_tensor_to_cpu`, which converts device tensors only.
+    """
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
     return tensor
@@ -120,7 +131,7 @@ def host_counts(
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of one micro-batch's T tokens on this rank, and the denominators of the routers' losses.
+    """Row (sequence) of each of a micro-batch's T tokens on this rank, and the denominators of router losses.
 
     Example: rows of 2 and 3 tokens with one token of padding, in a mini-batch of 4 rows with 12 tokens, have
     ``index=[0, 0, 1, 1, 1, 2]``, ``lengths=[2, 3, 1]``, ``batch_rows=4``, ``batch_tokens=12``.
@@ -157,7 +168,7 @@ class RoutedTokens:
 
 
 LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
-"""Metrics of the routers' own losses."""
+"""Names of the metrics of the routers' own losses."""
 
 
 class _RouterReplay:
@@ -184,7 +195,10 @@ class _RouterReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of the experts, both [T, k]; gradients flow through the scores."""
+        """Return the scores and ids of each token's experts, both [T, k].
+
+        Gradients flow through the scores.
+        """
         values, experts = default_compute_topk(
             scores,
             topk,
@@ -216,9 +230,9 @@ class _RouterReplay:
 class Routing:
     """Routers of one model on this rank: records, replays and counts the experts selected for tokens.
 
-    Fused routers select experts inside their kernel: only their loads are counted. ``layers``, ``experts``
-    and ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a
-    row are sharded.
+    Fused routers select experts inside their kernel: only their loads are counted. ``layers`` is the number
+    of layers of the whole model, ``experts`` the number of experts of a layer, and ``topk`` the number of
+    experts of a token. ``token_groups`` are the process groups over which the tokens of a row are sharded.
     """
 
     def __init__(
@@ -235,6 +249,7 @@ class Routing:
         self.tokens: RoutedTokens | None = None
         """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
         self.trains = False
+        """Whether the current pass has a backward pass."""
         self.has_losses = False
         """Whether any router has its own loss, for which micro-batches need their `TokenRows`."""
         self._token_groups = token_groups
@@ -252,7 +267,7 @@ class Routing:
             self._replace_losses(router, replay)
 
     def begin(self, *, trains: bool) -> None:
-        """Reset counts and pending recomputation before a pass, with a backward pass if ``trains``."""
+        """Reset counts and pending recomputation before a pass, which has a backward pass if ``trains``."""
         self.trains = trains
         for router in self._routers:
             router.pending_recompute.clear()
@@ -351,7 +366,7 @@ class Routing:
 
     @contextmanager
     def forward(self, tokens: RoutedTokens) -> Iterator[None]:
-        """Route a micro-batch's tokens in its forward pass inside the block."""
+        """Make the routers record or replay the routing of this micro-batch's ``tokens`` inside the block."""
         self.tokens = tokens
         try:
             yield

@@ -67,14 +67,14 @@ def warn_of_unfused_attention() -> None:
     It selects a kernel silently (`get_attention_backend`). On an H100, training a 1.5B model on packed rows
     of 660 tokens reached 11 % of the GPU's peak: one cause was unfused attention, which stores all scores.
     """
-    global _unfused
+    global _warned_of_unfused
 
     # Transformer Engine caches its last choice here. Its module is imported once it has computed attention.
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
-    if _unfused or not backends.get("use_unfused_attention"):
+    if _warned_of_unfused or not backends.get("use_unfused_attention"):
         return
 
-    _unfused = True
+    _warned_of_unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
         f"scores of whole rows in memory. Its reasons against fused kernels: {_rejection_reasons(backends)}. "
@@ -118,8 +118,8 @@ def _explain_missing_kernel() -> Iterator[None]:
 def _rejection_reasons(backends: Mapping[str, Any]) -> str:
     """Return Transformer Engine's reasons against its fused attention kernels.
 
-    It logs them at DEBUG, which is off by default, so it is made to select its kernel again. This function
-    never raises, since it explains another error.
+    It logs them at DEBUG, which is off by default, so it is made to select its kernel again. ``backends`` is
+    its cache of the last selection. This function never raises, since it explains another error.
     """
     # Capture the log without passing it to the handlers of the application.
     messages: list[str] = []
@@ -154,11 +154,13 @@ def _rejection_reasons(backends: Mapping[str, Any]) -> str:
 
 
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
-_unfused = False
+"""Package in which Transformer Engine selects its attention kernel."""
+_warned_of_unfused = False
+"""Whether `warn_of_unfused_attention` has warned in this process."""
 
 
 class RmsNorm(nn.Module):
-    """Normalise by the root mean square (Zhang & Sennrich 2019), in float32, in any parallel layout."""
+    """Norm by the root mean square (Zhang & Sennrich 2019), computed in float32, in any parallel layout."""
 
     def __init__(
         self,
@@ -226,7 +228,7 @@ class PackedRotaryEmbedding(nn.Module):
 
 
 class RowAttention:
-    """Attention module that takes `PackedRows`."""
+    """Base class of attention modules that take the boundaries of rows as `PackedRows`."""
 
     @property
     def takes_boundaries(self) -> bool:
@@ -310,9 +312,10 @@ class PackedAttention(nn.Module, RowAttention):
         attention_bias: Any = None,
         packed_seq_params: PackedRows | None = None,
     ) -> Tensor:
-        """Return [T, 1, heads * size] for query [T, 1, heads, size] or [T, heads, size], and grouped keys.
+        """Return the output [T, 1, heads * size] of a query [T, 1, heads, size] or [T, heads, size].
 
-        Collective over the context-parallel group.
+        ``key`` and ``value`` may have fewer heads, each for a group of the query's heads. Collective over the
+        context-parallel group.
         """
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
@@ -342,10 +345,10 @@ class PackedAttention(nn.Module, RowAttention):
         buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
         attend = self._compute_bucket
         if self.softmax_offset is not None:
-            attend = self._bucket_with_sinks
+            attend = self._compute_bucket_with_sinks
         return packed_seq_params.join([attend(*bucket) for bucket in buckets])
 
-    def _bucket_with_sinks(
+    def _compute_bucket_with_sinks(
         self,
         query: Tensor,
         key: Tensor,
@@ -404,7 +407,8 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` replaces the layer's own. Every window contains the first ``sinks`` positions.
+        ``scale`` replaces the layer's own. Every token's sliding window also contains the first ``sinks``
+        positions.
         """
         if scale is None:
             scale = self.scale
@@ -599,7 +603,7 @@ def transformer_engine_attention() -> type:
             packed_seq_params: Any = None,
             num_splits: Any = None,
         ) -> Tensor:
-            """Return [T, 1, heads * size] as `PackedAttention` does."""
+            """Return the attention output [T, 1, heads * size], as `PackedAttention.forward` does."""
             assert packed_seq_params is not None, "packed rows are the only input format"
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
             if not self.divides_key_heads:
@@ -693,7 +697,7 @@ def _fused_block(
 
 
 def _norm(module: Any) -> Any:
-    # Megatron takes a class here, though it declares a spec or a module.
+    """Return a norm's class untyped: Megatron takes a class here, though it declares a spec or a module."""
     return module
 
 
@@ -710,7 +714,10 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
 
 
 def _local_layer(config: TransformerConfig, moe: bool) -> Any:
-    """Return the spec of Megatron's plain layer with modules that take packed rows in any layout."""
+    """Return the spec of Megatron's plain layer with modules that take packed rows in any layout.
+
+    ``moe``: whether the layer has experts instead of a dense MLP.
+    """
     num_experts = None
     if moe:
         num_experts = config.num_moe_experts
@@ -745,10 +752,10 @@ _attention_group: Any = None
 def bind_tensor_group(attention: Any) -> None:
     """Make an attention module project queries, keys and values in its own tensor-parallel group."""
     original = attention.get_query_key_value_tensors
-    attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
+    attention.get_query_key_value_tensors = partial(_call_in_group, original, attention.pg_collection.tp)
 
 
-def _in_group(
+def _call_in_group(
     function: Callable[..., Any],
     group: Any,
     *args: Any,
@@ -776,12 +783,14 @@ def allow_shared_heads() -> None:
 
 
 def _gather_projections(value: Tensor, group: Any = None) -> Tensor:
+    """Gather a projection's last dimension over ``group``, by default `_attention_group`."""
     if group is None:
         group = _attention_group
     return mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=group)
 
 
 def _tensor_parallel_rank() -> int:
+    """Return this process's rank in `_attention_group`, or in the process-global group if that is None."""
     if _attention_group is None:
         return parallel_state.get_tensor_model_parallel_rank()
     return _attention_group.rank()
@@ -790,7 +799,7 @@ def _tensor_parallel_rank() -> int:
 def scale_embeddings(chunk: Any) -> None:
     """Multiply the embeddings of a GPTModel chunk by the root of their width (arXiv 2408.00118)."""
     if chunk.pre_process:
-        chunk.embedding.register_forward_hook(partial(_scale, chunk.config.hidden_size**0.5))
+        chunk.embedding.register_forward_hook(partial(_scale_output, chunk.config.hidden_size**0.5))
 
 
 def cap_scores(chunk: Any, cap: float) -> None:
@@ -802,6 +811,7 @@ def cap_scores(chunk: Any, cap: float) -> None:
 def scale_queries(chunk: Any, beta: float, positions: int) -> None:
     """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / positions)).
 
+    ``positions`` is the context length of pretraining, before it was extended: within it the factor is 1.
     Source: transformers, `get_llama_4_attn_scale` of ministral3. The order of factor and rotary angles does
     not matter, since every element of a query has the same factor.
     """
@@ -817,6 +827,7 @@ def _scale_query(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
+    """Scale the query of an attention module as `scale_queries` describes; a forward pre-hook."""
     query, *other_args = args
     intervals = kwargs["packed_seq_params"].positions // positions
     factors = 1 + beta * torch.log1p(intervals.float())
@@ -825,16 +836,22 @@ def _scale_query(
     return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
-def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...], local_factor: float) -> None:
-    """Make each of some layers use the local or the full rotary angles of `both_frequencies`.
+def prepare_local_rotation(
+    layers: Iterable[Any], local_layers: tuple[int, ...], local_size: int, local_factor: float
+) -> None:
+    """Make each of ``layers`` select its rotary angles, local or full, from those of `both_frequencies`.
 
-    ``local_layers`` have local angles, and are counted over the model. ``local_factor`` is their factor of
-    cos and sin; the config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
+    ``local_layers`` are the numbers of the layers with local angles, counted from 0 over the whole model.
+    ``local_size`` is the number of local frequencies, and ``local_factor`` their factor of cos and sin; the
+    config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local_layers
-        hook = partial(_select_angles, 0 if is_local else 1)
+        frequencies = slice(local_size, None)
+        if is_local:
+            frequencies = slice(0, local_size)
+        hook = partial(_select_angles, frequencies)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
 
         if is_local:
@@ -842,6 +859,23 @@ def prepare_local_rotation(layers: Iterable[Any], local_layers: tuple[int, ...],
             attention.config = copy(attention.config)
             set_rotary_factor(attention.config, local_factor)
             attention._yarn_concentration_factor = local_factor
+
+
+def scale_layers(chunk: Any) -> None:
+    """Multiply the output of each layer of a GPTModel chunk by its buffer ``layer_scalar`` [1].
+
+    Source: transformers, `Gemma4TextDecoderLayer`.
+    """
+    for layer in chunk.decoder.layers:
+        scalar = torch.ones(1, dtype=chunk.config.params_dtype, device=device.device())
+        layer.register_buffer("layer_scalar", scalar)
+        layer.register_forward_hook(_scale_layer_output)
+
+
+def _scale_layer_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Multiply a layer's hidden states by its ``layer_scalar``; a forward hook."""
+    hidden, context = output
+    return hidden * module.layer_scalar, context
 
 
 def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
@@ -858,29 +892,33 @@ def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
     return torch.cat((local, full))
 
 
-def _scale(
+def _scale_output(
     factor: float,
     module: Any,
     inputs: Any,
     output: Tensor,
 ) -> Tensor:
+    """Multiply a module's output by ``factor``; a forward hook."""
     # The factor is rounded to the weights' precision because the models were trained so.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
 def _select_angles(
-    kind: int,
+    frequencies: slice,
     module: Any,
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
+    """Replace both kinds of rotary angles by those of one kind of attention, a slice of ``frequencies``.
+
+    A forward pre-hook of attention.
+    """
     # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
     if isinstance(angles, tuple):
         angles = angles[0]
-    quarter = angles.shape[-1] // 4
-    selected = angles[..., kind * quarter : (kind + 1) * quarter]
+    half = angles.shape[-1] // 2
+    selected = angles[..., :half][..., frequencies]
     return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
 
 
@@ -899,6 +937,7 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the projections and norms of the layer's spec, which Megatron-Core 0.19 would replace."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -907,10 +946,10 @@ def fit_latent_spec(layer: Any, group: Any) -> None:
     """Make a layer's spec build `LatentSelfAttention` in the tensor-parallel ``group``."""
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention
-    attention.submodules.linear_q_proj = _bound_projection(attention.submodules.linear_q_proj, group)
+    attention.submodules.linear_q_proj = _bind_projection(attention.submodules.linear_q_proj, group)
 
 
-def _bound_projection(linear: type, group: Any) -> type:
+def _bind_projection(linear: type, group: Any) -> type:
     """Return a subclass of a projection whose default tensor-parallel group is ``group``.
 
     Megatron passes no group for a query that is not compressed, and would use the process-global one.
@@ -967,10 +1006,10 @@ def _gather_latent(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Gather a projection [.., latent + key] completely, so that Megatron does not gather it.
+    """Gather a down projection's output [.., latent size + key size] over ranks; a forward hook.
 
-    The heads of all ranks use the key, but Megatron's gather, over the process-global group, would return to
-    it only the gradient of each rank's own heads.
+    Megatron does not gather a complete output again. The heads of all ranks use the key, but Megatron's
+    gather, over the process-global group, would return to it only the gradient of each rank's own heads.
     """
     projected, bias = output
 

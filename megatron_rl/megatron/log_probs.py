@@ -105,13 +105,17 @@ class TopTokens(NamedTuple):
     """
 
     tokens: int
-    """Number of tokens of each distribution."""
+    """Number of most likely tokens to return for each distribution."""
     vocabulary: int
-    """Tokens from this id on are never among them, although the model may have more."""
+    """Number of tokens that may be selected: ids from this one on are never among the most likely tokens,
+    even if the model has logits for them."""
 
 
 class BucketGradients(NamedTuple):
-    """Results of a forward pass over buckets, with the loss's gradients with respect to them."""
+    """Log-probs of buckets from the forward pass, with the loss's gradients with respect to them.
+
+    A bucket is one of k selected tokens of a distribution; the last bucket is all other tokens together.
+    """
 
     ids: Tensor
     """[n, k] tokens with a bucket of their own, -1 for none; all other tokens share the last bucket."""
@@ -226,7 +230,7 @@ def _gradients(
     tokens, the weight's gradient would be off by 1 %.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen)
+    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen)
 
     # Every tile of rows adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
@@ -252,29 +256,27 @@ def _gradients(
             logits, logit_slope = _logits_and_slope(
                 hidden[span], tile_weight, tile_shard, support, span, rules
             )
-            # With rules, the slope of the cap is part of `logit_slope`.
-            cap = None if rules else shard.cap
-            arguments = (
-                logits,
-                targets[span] - tile_shard.start,
-                temperature[span],
-                log_normaliser[span],
-                entropy[span],
-                log_prob_gradient[span],
-                entropy_gradient[span],
-                cap,
-                weight.dtype,
+            inputs = SlopeInputs(
+                targets=targets[span] - tile_shard.start,
+                temperature=temperature[span],
+                log_normaliser=log_normaliser[span],
+                entropy=entropy[span],
+                log_prob_gradient=log_prob_gradient[span],
+                entropy_gradient=entropy_gradient[span],
+                # With rules, the slope of the cap is part of `logit_slope`.
+                cap=None if rules else shard.cap,
+                dtype=weight.dtype,
             )
             if buckets is None:
-                slope = reductions.slope(*arguments)
+                slope = reductions.slope(logits, inputs)
             else:
                 tile_buckets = BucketGradients(
                     buckets.ids[span] - tile_shard.start, buckets.log_probs[span], buckets.gradients[span]
                 )
-                slope = _bucket_slope(reductions, *arguments, tile_buckets)
+                slope = _bucket_slope(reductions, logits, inputs, tile_buckets)
             if logit_slope is not None:
                 slope.mul_(logit_slope)
-            del logits, logit_slope, arguments
+            del logits, logit_slope
 
             # Chain rule through logits = hidden @ weight^T.
             _add_product(hidden_sum[span], slope, tile_weight)
@@ -303,7 +305,7 @@ def _row_tiles(
         yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + size)
 
 
-def _tile(
+def _tile_size(
     hidden: Tensor,
     weight: Tensor,
     chunk: int,
@@ -323,7 +325,7 @@ def _tile(
 
 
 def _float32_sum(gradient: Tensor) -> Tensor:
-    """Return a zero tensor for a gradient's sum: float32 for half precision, else ``gradient`` itself."""
+    """Return the tensor for a gradient's sum: float32 zeros for half precision, else ``gradient`` itself."""
     if gradient.dtype.itemsize >= 4:
         return gradient
     return torch.zeros_like(gradient, dtype=torch.float32)
@@ -355,11 +357,11 @@ def softmax_statistics(
 ) -> Tensor:
     """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
-    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, whose logits follow, divided by the
-    temperature: [4 + k, n]. At most as many logits exist at a time as ``chunk`` tokens have.
+    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
+    divided by the temperature are appended: [4 + k, n]. At most chunk * V / tp logits exist at a time.
     """
     reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile(hidden, weight, chunk, frozen=False)
+    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen=False)
 
     stats_by_span = []
     for begin in range(0, len(hidden), tile_tokens):
@@ -386,12 +388,33 @@ def softmax_statistics(
     return torch.cat(stats_by_span, dim=1)
 
 
+class SlopeInputs(NamedTuple):
+    """Inputs of the backward pass over one tile, besides its logits [n, rows]."""
+
+    targets: Tensor
+    """[n] columns of the tile; a column outside it has no target's term."""
+    temperature: Tensor
+    """[n] divisor of the logits."""
+    log_normaliser: Tensor
+    """[n] logarithm of the sum of exp(logit / temperature) over the whole vocabulary."""
+    entropy: Tensor
+    """[n] entropy of each distribution."""
+    log_prob_gradient: Tensor
+    """[n] gradient of the loss with respect to the target's log-prob."""
+    entropy_gradient: Tensor
+    """[n] gradient of the loss with respect to the entropy."""
+    cap: float | None
+    """Bound of the logits, as in `VocabularyShard`; None if they are not capped."""
+    dtype: torch.dtype
+    """Dtype of the result."""
+
+
 class Reductions(NamedTuple):
     """Reductions of a tile of logits: `TORCH`, or the kernels of `log_probs_triton`."""
 
     statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function for the forward pass, see `tile_statistics`."""
-    slope: Callable[..., Tensor]
+    slope: Callable[[Tensor, SlopeInputs], Tensor]
     """Function for the backward pass, see `tile_slope`."""
 
 
@@ -420,18 +443,8 @@ def tile_statistics(
     return torch.stack((peak, total, weighted, target))
 
 
-def tile_slope(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    log_normaliser: Tensor,
-    entropy: Tensor,
-    log_prob_gradient: Tensor,
-    entropy_gradient: Tensor,
-    cap: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute the loss's gradient [n, rows] with respect to the logits of one tile, in ``dtype``.
+def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
+    """Compute the loss's gradient [n, rows] with respect to the logits of one tile.
 
     With respect to a logit divided by the temperature, log p(target) has the gradient [target] - p, and the
     entropy H the gradient -p (log p + H). With a ``cap``, ``logits`` are the capped ones, and the gradient
@@ -439,22 +452,23 @@ def tile_slope(
     """
     # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
     cap_slope = None
-    if cap is not None:
-        cap_slope = 1 - (logits / cap).square_()
+    if inputs.cap is not None:
+        cap_slope = 1 - (logits / inputs.cap).square_()
 
     # (-entropy_gradient (log p + H) - log_prob_gradient) p, plus log_prob_gradient at the target.
-    log_p = logits.div_(temperature[:, None]).sub_(log_normaliser[:, None])
+    divisor = inputs.temperature[:, None]
+    log_p = logits.div_(divisor).sub_(inputs.log_normaliser[:, None])
     p = log_p.exp()
-    slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
-    slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
+    slope = log_p.add_(inputs.entropy[:, None]).mul_(-inputs.entropy_gradient[:, None])
+    slope = slope.sub_(inputs.log_prob_gradient[:, None]).mul_(p)
     del p
-    column, in_tile = _tile_columns(targets, slope.shape[1])
-    slope.scatter_add_(1, column[:, None], (log_prob_gradient * in_tile)[:, None])
+    column, in_tile = _tile_columns(inputs.targets, slope.shape[1])
+    slope.scatter_add_(1, column[:, None], (inputs.log_prob_gradient * in_tile)[:, None])
 
     if cap_slope is not None:
         # For a masked logit it is -inf, and the product with its slope of 0 would be NaN.
         slope = slope.mul_(cap_slope.clamp_(min=0.0))
-    return slope.div_(temperature[:, None]).to(dtype)
+    return slope.div_(divisor).to(inputs.dtype)
 
 
 def _bucket_statistics(
@@ -466,9 +480,9 @@ def _bucket_statistics(
 ) -> Tensor:
     """Reduce a tile to the statistics of the columns outside ``ids`` [n, k] and the logits of ``ids``.
 
-    Returns [4 + k, n], see `statistics`, and overwrites the logits. Taking the columns out before the sum
-    is exact where a difference of sums would lose all digits: the other tokens of a confident model have
-    a probability below the rounding of 1.
+    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. Taking the columns out before
+    the sum is exact where a difference of sums would lose all digits: the other tokens of a confident model
+    have a probability below the rounding of 1.
     """
     bucket_logits, _, in_tile = _take_columns(logits, ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
@@ -490,14 +504,7 @@ def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _bucket_slope(
     reductions: Reductions,
     logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    log_normaliser: Tensor,
-    entropy: Tensor,
-    log_prob_gradient: Tensor,
-    entropy_gradient: Tensor,
-    cap: float | None,
-    dtype: torch.dtype,
+    inputs: SlopeInputs,
     buckets: BucketGradients,
 ) -> Tensor:
     """Compute the loss's gradient as `tile_slope`, also through the log-probs of buckets.
@@ -506,38 +513,34 @@ def _bucket_slope(
     probability r, ``[other] p / r - p``. Overwrites the logits.
     """
     # The logits that have a term of their own, before they are masked or overwritten.
-    target_columns, target_in_tile = _tile_columns(targets[:, None], logits.shape[1])
+    target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
     target_logits = logits.gather(1, target_columns)
     bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
 
     # Every output subtracts the log normaliser, and so has -p times its gradient at all tokens.
     token_gradients = buckets.gradients[:, :-1]
     rest_gradient = buckets.gradients[:, -1]
-    total = log_prob_gradient + buckets.gradients.sum(dim=1)
+    total = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
     inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
-    slope = reductions.slope(
-        logits,
-        torch.full_like(targets, -1),  # in no column: the target's term follows
-        temperature,
-        log_normaliser,
-        entropy,
-        total - rest_gradient * inverse_rest,
-        entropy_gradient,
-        cap,
-        log_normaliser.dtype,  # rounded once, after the terms below
+    rest_inputs = inputs._replace(
+        targets=torch.full_like(inputs.targets, -1),  # in no column: the target's term follows
+        log_prob_gradient=total - rest_gradient * inverse_rest,
+        dtype=inputs.log_normaliser.dtype,  # rounded once, after the terms below
     )
+    slope = reductions.slope(logits, rest_inputs)
 
     # Terms of single tokens: the buckets' own, and the target's.
+    divisor = inputs.temperature[:, None]
     log_p = buckets.log_probs[:, :-1]
-    common = entropy_gradient[:, None] * (log_p + entropy[:, None]) + total[:, None]
+    common = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None]) + total[:, None]
     bucket_slope = (token_gradients - common * log_p.exp()) * in_tile
-    target_slope = log_prob_gradient[:, None] * target_in_tile
-    if cap is not None:
-        bucket_slope = bucket_slope * (1 - (bucket_logits / cap).square()).clamp(min=0)
-        target_slope = target_slope * (1 - (target_logits / cap).square()).clamp(min=0)
-    slope.scatter_add_(1, columns, bucket_slope / temperature[:, None])
-    slope.scatter_add_(1, target_columns, target_slope / temperature[:, None])
-    return slope.to(dtype)
+    target_slope = inputs.log_prob_gradient[:, None] * target_in_tile
+    if inputs.cap is not None:
+        bucket_slope = bucket_slope * (1 - (bucket_logits / inputs.cap).square()).clamp(min=0)
+        target_slope = target_slope * (1 - (target_logits / inputs.cap).square()).clamp(min=0)
+    slope.scatter_add_(1, columns, bucket_slope / divisor)
+    slope.scatter_add_(1, target_columns, target_slope / divisor)
+    return slope.to(inputs.dtype)
 
 
 def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -550,6 +553,7 @@ def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 TORCH = Reductions(tile_statistics, tile_slope)
+"""Reductions by PyTorch's operations, for every device and dtype."""
 
 
 def triton_reductions() -> Reductions:
@@ -724,7 +728,7 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
-    """Return a tensor of all shards, [ranks, ...], of equal shapes. Collective over ``group``."""
+    """Gather the tensors of all ranks, of equal shapes, into one [ranks, ...]. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_rl.megatron.log_probs import SlopeInputs
+
 MASKED = -1e30
 """Logit of a token without a row in this shard: finite, so that probability * logit is 0 and not NaN."""
 BLOCK = 4096
@@ -122,31 +124,21 @@ def tile_statistics(
     return stats
 
 
-def tile_slope(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    log_normaliser: Tensor,
-    entropy: Tensor,
-    log_prob_gradient: Tensor,
-    entropy_gradient: Tensor,
-    cap: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
     """Compute the gradient with respect to logits [n, rows] float32 as `log_probs.tile_slope` does.
 
     The logits stay unchanged.
     """
     tokens, rows = logits.shape
-    slope = torch.empty((tokens, rows), dtype=dtype, device=logits.device)
+    slope = torch.empty((tokens, rows), dtype=inputs.dtype, device=logits.device)
     block = _block(rows)
 
     kernel: Any = _slope
     kernel[(tokens, triton.cdiv(rows, block))](
-        logits, targets, temperature, log_normaliser, entropy,
-        log_prob_gradient.contiguous(), entropy_gradient.contiguous(), slope,
-        rows, cap or 1.0, logits.stride(0), slope.stride(0),
-        IS_CAPPED=cap is not None, BLOCK=block, num_warps=8,
+        logits, inputs.targets, inputs.temperature, inputs.log_normaliser, inputs.entropy,
+        inputs.log_prob_gradient.contiguous(), inputs.entropy_gradient.contiguous(), slope,
+        rows, inputs.cap or 1.0, logits.stride(0), slope.stride(0),
+        IS_CAPPED=inputs.cap is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return slope
 

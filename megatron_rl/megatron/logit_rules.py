@@ -8,6 +8,8 @@ The definitions and their order are vLLM's. A bias is added to the logits, and `
 banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
 multiplies their negative logits. Frequency and presence penalties are subtracted from the logits of earlier
 tokens of the response. Temperature and filters are applied after these rules.
+
+A temperature that changes over the tokens of a turn is one value per token, see `token_temperatures`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Penalties:
         before = self.before[items]
         columns = self.tokens - start
         if self.repetition != 1:
-            is_earlier = _counts(columns, before, logits) > 0
+            is_earlier = _count_occurrences(columns, before, logits) > 0
             factor = torch.full_like(logits, self.repetition)
             factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~is_earlier, 1.0)
             logits.mul_(factor)
@@ -66,16 +68,16 @@ class Penalties:
                 slope.mul_(factor)
 
         if self.presence != 0 or self.frequency != 0:
-            counts = _counts(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
+            counts = _count_occurrences(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
             logits.sub_(counts.sign() * self.presence).sub_(counts.mul_(self.frequency))
 
 
-def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-    """Count for each position how often each column's token occurs before it: [n, V / tp].
+def _count_occurrences(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    """Count for each selected position how often the token of each logit occurs earlier in the row.
 
-    ``columns`` [m] are the columns of the row's tokens, outside the range for tokens of other shards;
-    ``before`` [n] ascending is the number of tokens before each position. The result has shape and dtype of
-    ``logits`` [n, V / tp].
+    ``columns`` [m] are the columns of the row's m tokens in ``logits`` [n, V / tp]; a negative or too large
+    number is a token of another shard, which is not counted. ``before`` [n], ascending, is the number of the
+    row's tokens before each position. The result [n, V / tp] has the dtype of ``logits``.
     """
     # A token is counted at all positions after it. An extra row and an extra column collect tokens after the
     # last position and tokens of other shards.
@@ -172,7 +174,7 @@ class RowRules:
     count: int
     """Number of the row's selected tokens."""
     no_stop: int
-    """Number of the first selected tokens that must not be a stop token."""
+    """Number of selected tokens, from the row's first one on, that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
     bias: Tensor
@@ -196,7 +198,7 @@ def build_row_rules(
     ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
     [n] the ascending positions of the selected tokens among them.
     """
-    if all(row is None for row in rules):
+    if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
 
     ends = lengths.cumsum(0)
@@ -206,7 +208,7 @@ def build_row_rules(
     for row, rule in enumerate(rules):
         first = int(bounds[0, row])
         count = int(bounds[1, row]) - first
-        if rule is None or not count:
+        if rule is None or not rule.sampling.has_rules or not count:
             continue
 
         # Tensors that rows share are copied to the device once.
@@ -236,6 +238,34 @@ def build_row_rules(
     return tuple(row_rules)
 
 
+def token_temperatures(
+    temperature: Tensor,
+    lengths: Tensor,
+    rules: Sequence[LogitRules | None],
+) -> Tensor:
+    """Return the sampling temperature of each token of a micro-batch: [N] float32.
+
+    ``temperature`` [N] is that of each token's row; ``lengths`` [B] and ``rules`` have an entry per row.
+    Where the temperature changes over the tokens of a turn, only values of sampled tokens have a meaning.
+    """
+    temperatures = temperature.clone()
+    for values, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
+        if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
+            continue
+        # Index of each token in its turn, counted from the last start at or before the token.
+        starts = torch.tensor(rule.turn_starts)
+        index = torch.arange(len(values))
+        turn = torch.searchsorted(starts, index, right=True) - 1
+        position = index - starts[turn.clamp(min=0)]
+
+        # In float64, as engines compute it in Python.
+        sampling = rule.sampling
+        fraction = (position.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
+        change = sampling.last_temperature - sampling.temperature
+        values.copy_(sampling.temperature + change * fraction)
+    return temperatures
+
+
 def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids and values of the biases, and the stop tokens if a minimum length bans them."""
     ids = [token for token, _ in sampling.logit_bias]
@@ -262,10 +292,11 @@ def apply_rules(
     start: int,
     slope: Tensor | None = None,
 ) -> None:
-    """Apply the rules to the logits [n, columns] of the selected tokens from ``begin`` on, in place.
+    """Apply the rules to the logits [n, columns] of n selected tokens of a micro-batch, in place.
 
-    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of
-    the changed logits with respect to the original ones.
+    ``begin`` is the index of the first of them among the micro-batch's selected tokens. ``start`` is the
+    token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of the changed logits
+    with respect to the original ones.
     """
     for row in rules:
         first = max(row.first - begin, 0)

@@ -104,6 +104,7 @@ class Adapter(nn.Module):
     ) -> None:
         """Set how the layer is sharded over a tensor-parallel group, and mark the factors for Megatron.
 
+        ``columns``: whether the layer's weight is sharded by columns, otherwise by rows. Of the marks,
         ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``
         makes finalize_model_grads sum the partial gradients of the factor that every rank has.
         """
@@ -304,7 +305,7 @@ def attach_adapters(
         # The experts of a layer have equal masks: one computation serves all.
         mask_name = EXPERT.sub(r"\1{expert}", name)
         if mask_name not in masks:
-            masks[mask_name] = _kind_mask(model, mask_name, len(weight))
+            masks[mask_name] = _checkpoint_tensor_mask(model, mask_name, len(weight))
         scale = model.adapters.alpha / config.rank
         adapter = Adapter(weight, config.rank, masks[mask_name], scale, config.dropout)
 
@@ -462,16 +463,17 @@ def _missing_layer(
     )
 
 
-def _kind_mask(
+def _checkpoint_tensor_mask(
     model: ParallelModel,
     name: str,
     rows: int,
 ) -> Tensor:
-    """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
+    """Return which checkpoint tensor each row of an adapter's B belongs to, as 1 and 0: [rows, kinds].
 
-    ``name`` is the adapter's name, with layers counted over the whole model and ``{expert}`` for the number
-    of an expert. To compute the mask, tensors filled with the number of their kind are imported by the rules
-    of the layer's weight.
+    A layer may combine several checkpoint tensors (kinds), such as query, key and value. ``name`` is the
+    adapter's name, with layers counted over the whole model and ``{expert}`` for the number of an expert. To
+    compute the mask, tensors filled with the number of their kind are imported by the rules of the layer's
+    weight.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
@@ -518,8 +520,8 @@ def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
                 yield f"{index}.{name}", module
 
 
-def _adapted_weight(adapter_name: str) -> str:
-    """Return the storage name of the weight that an adapter adapts."""
+def _adapted_weight_name(adapter_name: str) -> str:
+    """Return the storage name, ``<chunk>.<parameter name>``, of the weight that an adapter adapts."""
     layer, _, expert = adapter_name.rpartition(f".{ADAPTER}")
     return f"{layer}.weight{expert.removeprefix('.')}"
 
@@ -561,7 +563,10 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
 
 
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return the boxes of PEFT's tensors in this rank's `adapter_parameters`."""
+    """Return the boxes of PEFT's tensors in this rank's `adapter_parameters`.
+
+    A box is the part of one PEFT tensor that one parameter contains.
+    """
     assert model.adapters is not None
     parameters = adapter_parameters(model)
     storages = {global_name(model, storage): storage for storage in parameters}
@@ -583,7 +588,7 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
     """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
-        weight = _adapted_weight(name)
+        weight = _adapted_weight_name(name)
         weights[weight] = adapter.merged(weights[weight])
     return weights
 
@@ -602,7 +607,7 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
     """Merge a model's adapters into its base weights, in place, and initialise new adapters."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
-        weight = weights[_adapted_weight(name)]
+        weight = weights[_adapted_weight_name(name)]
         weight.copy_(adapter.merged(weight))
     start_adapters(model, seed)
 
@@ -635,7 +640,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     description = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
     for name, adapter in _adapters(model):
-        chunk_index, weight_name = _adapted_weight(name).split(".", 1)
+        chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
         parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
         base_weights.append((parameter, parameter.data))
         parameter.data = adapter.merged(parameter.data)
@@ -653,7 +658,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 @contextmanager
 def initial_policy(model: Chunked) -> Iterator[None]:
-    """Compute with the initial policy inside the block: the base with the adapters as loaded."""
+    """Compute with the initial policy inside the block: the base with the adapters from before training."""
     for _, adapter in _adapters(model):
         adapter.state = "initial"
     try:

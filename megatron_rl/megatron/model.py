@@ -49,6 +49,7 @@ from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows,
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import plain_experts_error
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
@@ -67,14 +68,14 @@ class Chunked(Protocol):
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
-    Biases that balance the load of experts are buffers in Megatron, but weights in the checkpoint.
+    Some weights are buffers (`is_buffer`), such as the biases that balance the load of experts.
     """
     weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
         parameters = chunk.named_parameters()
         weights |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
         buffers = chunk.named_buffers()
-        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
+        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if is_buffer(name)}
     return weights
 
 
@@ -92,11 +93,15 @@ class ParallelModel:
     """
 
     chunks: list[GPTModel]
+    """The bare chunks, by virtual pipeline stage."""
     wrapped: list[torch.nn.Module]
     """The chunks as the schedule runs them: in Megatron's DDP if the model trains, otherwise `chunks`."""
     groups: ParallelGroups
+    """Process groups of the role's layout."""
     spec: ModelSpec
+    """Arguments from which the chunks were built."""
     uses_transformer_engine: bool
+    """Whether the layers are Transformer Engine's."""
     routing: Routing | None = None
     """Recorder of expert routing, or None if routing is neither recorded nor replayed."""
     adapters: AdaptedModel | None = None
@@ -247,7 +252,10 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the form that this model's attention takes, in host memory."""
+        """Return the boundaries of consecutive rows in the form that this model's attention takes.
+
+        ``lengths`` are the rows' numbers of tokens. The result is in host memory.
+        """
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
         context = (self.groups.coordinates.context, self.groups.layout.context)
@@ -530,4 +538,5 @@ def _pass_hidden(
     weight: Any = None,
     runtime_gather_output: Any = None,
 ) -> tuple[Tensor, None]:
+    """Return the hidden states unchanged; replaces the forward pass of the output layer."""
     return hidden, None

@@ -1,4 +1,4 @@
-"""Translate a transformers config and a layout to the arguments of Megatron's GPTModel."""
+"""Translation of a transformers config and a parallel layout to the arguments of Megatron's GPTModel."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from megatron_rl.megatron.norms import prepare_post_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import (
     PretrainedModel,
     describe,
@@ -37,7 +38,7 @@ from megatron_rl.shapes.quantized import quantization_keys
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
-    """Return the model of a transformers config, as the table of model families describes it."""
+    """Return the description of a transformers config's model, from the table of model families."""
     return describe(hf_config.to_dict())
 
 
@@ -100,7 +101,9 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
-    frequencies, the result of `both_frequencies`, [rotary_dim]."""
+    frequencies, the result of `both_frequencies`, one tensor after the other."""
+    local_frequencies: int
+    """Number of local frequencies, the first ones; 0 if local attention has no separate ones."""
     local_rotary_factor: float
     """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 
@@ -113,8 +116,8 @@ class ModelSpec:
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the parts of its blocks, norms after them, the features of the family, and the checkpoint's
-        exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
+        These are the additions of its blocks, the norms after attention and MLP, the features of the family,
+        and the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
         """
         shape = self.model.shape
         finish_blocks(chunk, self)
@@ -149,7 +152,7 @@ def model_spec(
 
     prepare_blocks(shape, layout)
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
-    settings.update(_checked_overrides(overrides or {}))
+    settings.update(_check_overrides(overrides or {}))
     config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
@@ -166,9 +169,11 @@ def model_spec(
     frequencies, magnitude = rotary_frequencies(hf_config)
     if magnitude != 1.0:
         set_rotary_factor(transformer_config, magnitude)
+    local_count = 0
     local_magnitude = magnitude
     if "full_attention" in hf_config.rope_parameters:
-        _, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
+        local, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
+        local_count = len(local)
 
     gpt_kwargs = {
         "vocab_size": shape.padded_vocab(layout.tensor),
@@ -185,6 +190,7 @@ def model_spec(
         model,
         hf_config,
         frequencies,
+        local_count,
         local_magnitude,
     )
 
@@ -192,8 +198,8 @@ def model_spec(
 def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has separate frequencies, the result is [head_dim], with the local frequencies first,
-    and the factor of full attention.
+    If local attention has separate frequencies, these come first, before those of full attention, and the
+    factor is that of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
@@ -209,11 +215,17 @@ def _frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
-    """Return the inverse frequencies and the factor of cos and sin for one kind of attention."""
-    parameters = rope_parameters(model.config, layer_type or "full_attention")
+    """Return RoPE's inverse frequencies and the factor of cos and sin for one kind of attention.
+
+    ``layer_type`` is transformers' name of it, "full_attention" or "sliding_attention", or None if the config
+    does not distinguish them.
+    """
+    kind_of_layer = layer_type or "full_attention"
+    parameters = rope_parameters(model.config, kind_of_layer)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = model.shape.qk_rope or int(model.shape.head_dim * rotary_fraction(model.config))
+        head_dim = _head_size(model.shape, layer_type)
+        size = model.shape.qk_rope or int(head_dim * rotary_fraction(model.config, kind_of_layer))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
@@ -224,7 +236,20 @@ def _frequencies(
     return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
-def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _head_size(shape: ModelShape, layer_type: str | None) -> int:
+    """Return the size of a head in the layers of a type, such as ``sliding_attention``; None for all layers.
+
+    Layers of one type have heads of one size.
+    """
+    if layer_type is not None:
+        for layer in range(shape.layers):
+            is_local = layer in shape.sliding_layers
+            if is_local == (layer_type == "sliding_attention") and shape.block(layer).mixer.key_size(shape):
+                return shape.block(layer).mixer.key_size(shape)
+    return shape.head_dim
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's TransformerConfig fields; raise UserError for an unknown field or a derived one."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:

@@ -42,7 +42,7 @@ class AllHeadsNorm(nn.Module):
         self.heads = heads
         self.first = group.rank() * heads // ranks
         self.local_heads = max(1, heads // ranks)
-        # Ranks that have the same head, when there are fewer heads than ranks.
+        # Number of ranks that have the same head: more than 1 if there are fewer heads than ranks.
         self.copies = ranks * self.local_heads // heads
         weight = torch.ones(heads * head_dim, dtype=config.params_dtype, device=device.device())
         self.weight = nn.Parameter(weight)
@@ -104,4 +104,5 @@ def _norm_output(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
+    """Normalise a projection's output by its ``post_layernorm``; a forward hook."""
     return module.post_layernorm(output[0]), output[1]

@@ -118,7 +118,7 @@ class Optimizer:
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
-        with model.scope(), _default_group(model.groups.all), _on_the_host(settings):
+        with model.scope(), _default_group(model.groups.all), _build_on_host(settings):
             self.megatron: Any = get_megatron_optimizer(
                 settings,
                 _chunks(model),
@@ -253,7 +253,7 @@ def _default_group(group: Any) -> Iterator[None]:
 
 
 def _no_initial_state(*_: Any) -> None:
-    pass
+    """Initialise no optimizer state: SGD has none."""
 
 
 def _chunks(model: ParallelModel) -> Any:
@@ -333,14 +333,18 @@ def set_states(
 
 
 class _UnshardedParameters(HostOptimizer):
-    """Placeholder until the distributed optimizer shards the parameters: copies none of them."""
+    """Optimizer over complete parameters, which Megatron replaces by one over this rank's shards of them.
+
+    It copies none of them to the host.
+    """
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
+        """Return no groups and no copies."""
         return [], [], {}, {}, {}
 
 
 @contextmanager
-def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
+def _build_on_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
 
     Autograd is disabled: shards of float32 weights are views, and PyTorch's optimizers accept only leaf

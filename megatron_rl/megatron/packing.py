@@ -1,4 +1,4 @@
-"""Partition rows over data-parallel ranks and pack them into micro-batches.
+"""Partition of rows (sequences) over data-parallel ranks, and their packing into micro-batches.
 
 Pure functions of the rows' lengths: every rank computes the same partition, so that it need not be sent.
 """
@@ -58,12 +58,13 @@ def partition_rows(
     multiple: int = 1,
     tokens_per_quadratic: float = 1e9,
 ) -> list[list[list[int]]]:
-    """Return the rows of each micro-batch of each data-parallel rank; every rank gets equally many.
+    """Return the indices of rows by data-parallel rank, then by micro-batch.
 
-    Rows are first distributed over ranks by `row_work`. The number of micro-batches per rank is the smallest
-    multiple of ``multiple`` with which no micro-batch exceeds ``tokens_per_microbatch``; a longer row is
-    alone in its micro-batch. If the ranks' shares need more micro-batches than all rows packed together, the
-    packed micro-batches are distributed instead. With few rows some micro-batches are empty.
+    Every rank gets equally many micro-batches. Rows are first distributed over ranks by `row_work`. The
+    number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
+    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. If the ranks' shares need
+    more micro-batches than all rows packed together, the packed micro-batches are distributed instead. With
+    few rows some micro-batches are empty.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
     least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
@@ -159,7 +160,7 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
         lower_bound = min_bins_bound(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in order]
         while len(bins) > lower_bound:
-            tighter = _search(items, budget, len(bins) - 1)
+            tighter = _search_packing(items, budget, len(bins) - 1)
             if tighter is None:
                 break
             bins = tighter
@@ -187,7 +188,7 @@ def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
     return bound
 
 
-def _search(
+def _search_packing(
     items: list[tuple[int, int]],
     budget: int,
     count: int,
@@ -362,7 +363,10 @@ def pack_rows(
 
 
 def _bucket_size(length: int) -> int:
-    """Return the largest row length of a row's bucket: 8, or one of four sizes in each power of two."""
+    """Return the largest length in the bucket of rows of ``length`` tokens.
+
+    It is 8, or one of four sizes between two powers of two.
+    """
     step = max(2, 1 << (length - 1).bit_length() >> 3)
     return max(8, -(-length // step) * step)
 

@@ -34,24 +34,25 @@ class Shard:
     tensor: int = 0
     """Rank in the tensor-parallel group."""
     tensor_size: int = 1
+    """Number of ranks in the tensor-parallel group."""
     expert: int = 0
     """Rank in the expert-parallel group, whose ranks have different experts."""
     expert_size: int = 1
+    """Number of ranks in the expert-parallel group."""
     expert_tensor: int = 0
     """Rank in the group that shards the weights of one expert."""
     expert_tensor_size: int = 1
+    """Number of ranks in that group."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's part of one parameter, and the groups of attention heads that order its rows."""
+    """A rank's part of one parameter."""
 
     index: int
     """Index of the rank among the ranks that shard the parameter."""
     count: int
     """Number of ranks that shard the parameter."""
-    groups: int
-    """Number of groups of attention heads with one key and one value."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,19 @@ class _SourceRows:
 
     @property
     def count(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows that the source selects."""
         return self.source.shape[0]
 
     @property
-    def complete(self) -> Tensor:
-        """Return all rows, which must be contiguous."""
+    def contiguous_rows(self) -> Tensor:
+        """Return a view of all rows that the source selects, which must be contiguous in the tensor."""
         assert self.source.runs == 1, self.source
         if len(self.tensor) == self.count:
             return self.tensor
         return self.tensor.narrow(0, self.source.first, self.count)
 
     def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill ``target`` with rows of the source, starting at its row ``begin``."""
+        """Fill ``target`` with consecutive rows of the source, from row ``begin`` of the source on."""
         position = 0
         for row, rows in self.source.pieces(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
@@ -94,7 +95,7 @@ def _copy_complete(
 ) -> None:
     """Fill a parameter that is complete on every rank."""
     (source,) = sources
-    target.copy_(source.complete)
+    target.copy_(source.contiguous_rows)
 
 
 def _copy_rows(
@@ -102,7 +103,7 @@ def _copy_rows(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill this rank's shard of the rows, or all rows of a replicated parameter."""
+    """Fill a parameter with this rank's shard of the source's rows, or with all rows if it is replicated."""
     (source,) = sources
     if len(target) == source.count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
@@ -116,10 +117,10 @@ def _copy_columns(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill this rank's shard of the columns."""
+    """Fill a parameter with this rank's shard of the source's columns."""
     (source,) = sources
-    columns = source.complete.shape[1] // cut.count
-    target.copy_(source.complete.narrow(1, cut.index * columns, columns))
+    columns = source.contiguous_rows.shape[1] // cut.count
+    target.copy_(source.contiguous_rows.narrow(1, cut.index * columns, columns))
 
 
 def _copy_sections(
@@ -143,11 +144,12 @@ def _copy_query_key_value(
     """Interleave rows by group: a group's queries, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
-    group_sizes = [source.count // cut.groups for source in sources]
+    groups = sources[0].source.heads
+    group_sizes = [source.count // groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
-    for group in range(cut.groups):
+    for group in range(groups):
         for source, size in zip(sources, group_sizes, strict=True):
             # Overlap of these rows with the target's.
             low = max(position, target_begin)
@@ -165,7 +167,7 @@ def _copy_stacked(
 ) -> None:
     """Fill a replicated parameter that concatenates its complete sources."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
-        target_slice.copy_(source.complete)
+        target_slice.copy_(source.contiguous_rows)
 
 
 def _copy_vocabulary(
@@ -173,7 +175,7 @@ def _copy_vocabulary(
     sources: Sequence[_SourceRows],
     cut: _Cut,
 ) -> None:
-    """Fill the rows of tokens in this rank's shard; the rows that pad the vocabulary stay unchanged."""
+    """Fill a parameter with one row per token of this rank's shard; padding rows stay unchanged."""
     (source,) = sources
     begin = cut.index * target.shape[0]
     rows = min(source.count - begin, target.shape[0])
@@ -191,7 +193,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "vocabulary": _copy_vocabulary,
     "stacked": _copy_stacked,
 }
-"""Rules by `Weight.cut`."""
+"""Value of `Weight.cut` -> rule that fills the parameters of weights with this cut."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """Pattern of an expert's number in a parameter's name.
 
@@ -212,8 +214,8 @@ def import_parameters(
     """
     # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
-    dense_cut = _Cut(shard.tensor, shard.tensor_size, shape.kv_heads)
-    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, shape.kv_heads)
+    dense_cut = _Cut(shard.tensor, shard.tensor_size)
+    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size)
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.

@@ -1,4 +1,4 @@
-"""Passes of a role over the micro-batches of a batch: measure their memory, repeat a pass that ran out of it.
+"""Passes of a role over micro-batches: measurement of their memory, and repetition after running out of it.
 
 The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one fails.
 In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the last
@@ -24,9 +24,9 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.metrics import Metrics
 
 _LISTED_TENSORS = 5
-"""Number of tensors that a report lists, the largest first."""
+"""Number of tensors that the report of a `Shortage` lists, the largest first."""
 _MODEL_SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-"""Sizes of the kinds of parallelism whose ranks exchange activations or tokens inside a pass."""
+"""Fields of `ParallelLayout`: sizes of groups whose ranks exchange activations or tokens inside a pass."""
 
 SPLIT_PASSES = "memory/split_passes"
 """Metric: passes of a step that were repeated in smaller micro-batches."""
@@ -53,7 +53,7 @@ class Shortage:
     rank: int
     """Rank that had too little memory."""
     tokens: int
-    """Largest number of tokens of a micro-batch."""
+    """Largest number of tokens of a micro-batch of the pass."""
     message: str
     """First line of PyTorch's error."""
     tensors: tuple[str, ...]
@@ -180,7 +180,7 @@ class PassGuard:
         repeated.
         """
         if self.measures:
-            self._measure()
+            self._record_memory()
         if self._obstacle is None:
             self._exchange_votes(failed=False)
             self._voted = True
@@ -188,13 +188,13 @@ class PassGuard:
                 raise _OtherRankFailed
 
     def metrics(self) -> Metrics:
-        """Return the repeated passes and the measured memory since the last call, and reset them."""
+        """Return the metrics of repeated passes and of memory since the last call, and reset them."""
         metrics = Metrics({}, self._maxima)
         self._maxima = {}
         return metrics
 
-    def _measure(self) -> None:
-        """Record the memory of the pass that ends."""
+    def _record_memory(self) -> None:
+        """Record the bytes in use when the pass began, and the bytes per token that it added at its peak."""
         begin = self._reading
         end = device.read_memory()
         # Skip short micro-batches: their constant costs would be divided by few tokens.
@@ -204,6 +204,7 @@ class PassGuard:
         self._record(BYTES_PER_TOKEN, max(0, end.peak - begin.allocated) / self._microbatch_tokens)
 
     def _record(self, name: str, value: float) -> None:
+        """Record a value of a metric, of which the largest one since the last `metrics` is reported."""
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
     def _exchange_votes(self, *, failed: bool) -> None:

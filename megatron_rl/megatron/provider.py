@@ -73,8 +73,8 @@ _RANKS = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "context",
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
-"""Megatron's process-global lists of ranks -> the role's groups."""
-_COMPARED = frozenset(ABSENT) | {
+"""Megatron's process-global lists of ranks -> the role's groups, by attribute of `ParallelGroups`."""
+_COMPARED_FIELDS = frozenset(ABSENT) | {
     "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
     "yarn_rotary_scaling_factor",
     "virtual_pipeline_model_parallel_size", "moe_router_pre_softmax", "moe_router_score_function",
@@ -82,12 +82,12 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
 """Fields of a provider's TransformerConfig that must equal the spec's, besides `ModelSpec.set_fields`."""
-_WITHOUT_EFFECT = CHANGED_FIELDS | {
+_FIELDS_WITHOUT_EFFECT = CHANGED_FIELDS | {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
 }  # fmt: skip
-"""Fields that do not change what a model computes from its weights."""
-_SCHEDULED = {
+"""TransformerConfig fields that do not change what a model computes from its weights."""
+_TRAINER_FIELDS = {
     "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs", "overlap_p2p_comm",
     "batch_p2p_comm", "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
 }  # fmt: skip
@@ -175,7 +175,7 @@ class Provider:
             if name in parameters:
                 arguments[name] = value
 
-        with self.scope(groups, stage), _norms_of_any_layout():
+        with self.scope(groups, stage), _replace_plain_norms():
             try:
                 chunk = self.function(**arguments)
             except Exception as error:  # the user's code may raise anything
@@ -237,7 +237,8 @@ def check_chunk(
     unused_fields: set[str] = set()
     if not spec.model.shape.experts:
         unused_fields = {name for name in spec.set_fields if "expert" in name}
-    compared_fields = (_COMPARED | spec.set_fields) - _WITHOUT_EFFECT - _SCHEDULED - unused_fields
+    compared_fields = (_COMPARED_FIELDS | spec.set_fields) - unused_fields
+    compared_fields -= _FIELDS_WITHOUT_EFFECT | _TRAINER_FIELDS
     for name in sorted(compared_fields):
         expected = getattr(spec.transformer_config, name, None)
         got = getattr(config, name, None)
@@ -253,7 +254,7 @@ def check_chunk(
 
     # Some of Megatron's layers have copies of the configuration: set each distinct one.
     for config_copy in {id(config): config for config in _configs(chunk)}.values():
-        for name in _SCHEDULED & vars(config_copy).keys():
+        for name in _TRAINER_FIELDS & vars(config_copy).keys():
             setattr(config_copy, name, getattr(spec.transformer_config, name))
 
 
@@ -326,7 +327,7 @@ def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[
 
 
 @contextmanager
-def _norms_of_any_layout() -> Iterator[None]:
+def _replace_plain_norms() -> Iterator[None]:
     """Replace Megatron's plain RMS norm, which refuses sequence parallelism, inside the block."""
     original = WrappedTorchNorm.__new__
 

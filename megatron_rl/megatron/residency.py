@@ -1,4 +1,4 @@
-"""Offload a role's weights, optimizer states and gradient buffers to host memory while other roles work.
+"""Offloading of a role's weights, optimizer states and gradients to the host while other roles work.
 
 Storages are emptied and refilled in place: tensors and views keep their identity, only their bytes move.
 """
@@ -68,7 +68,10 @@ class Residency:
 
     @contextmanager
     def resident(self, use: Use) -> Iterator[None]:
-        """Keep the parts of ``use`` on the device inside the block; blocks may nest."""
+        """Keep the parts of the model that ``use`` includes on the device inside the block.
+
+        Blocks may nest.
+        """
         self._uses.append(use)
         self._move()
         base: AbstractContextManager[None] = nullcontext()
@@ -131,7 +134,7 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
-        """Return the seconds and bytes of this rank's offloading and loading since the last call."""
+        """Return the metrics of this rank's offloading and loading since the last call."""
         if not self.offload:
             return Metrics()
 
@@ -225,7 +228,7 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the distinct, non-empty storages of the tensors on the device, except scalars, by identity."""
+    """Return the storages of the tensors on the device by `_identity`, except for empty ones and scalars."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -236,7 +239,7 @@ def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
-    """Yield parameters and buffers of all chunks."""
+    """Yield the parameters and buffers of all chunks of a model."""
     for chunk in model.chunks:
         yield from (parameter.data for parameter in chunk.parameters())
         yield from chunk.buffers()

@@ -1,4 +1,4 @@
-"""Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward.
+"""Passes of packed micro-batches through Megatron's pipeline schedules: forward only, or with backward.
 
 Every rank of a model builds the same list of micro-batches from the same batch. Each stage can therefore
 compute the shapes of the activations that it receives, and the schedules of all stages agree.
@@ -26,7 +26,7 @@ from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
 from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
-from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
+from megatron_rl.megatron.logit_rules import RowRules, build_row_rules, token_temperatures
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition_rows
@@ -34,7 +34,7 @@ from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.progress import count_progress
-from megatron_rl.types import token_index
+from megatron_rl.types import LogitRules, token_index
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenScores:
     """
 
     rows: tuple[int, ...]
-    """Ids of the rows, in the order of their tokens."""
+    """Indices of the rows in the batch, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
     rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
@@ -61,7 +61,7 @@ class MicroBatch:
     """Rows that pass through the pipeline together, in the form that this context-parallel rank needs."""
 
     rows: tuple[int, ...]
-    """Ids of the rows."""
+    """Indices of the rows in the batch."""
     inputs: Tensor
     """[1, T] token ids of this context-parallel rank, padded at the end to the layout's multiple."""
     packing: Any
@@ -109,9 +109,8 @@ def build_microbatches(
     tokens whose outputs are computed: with ``before`` from the hidden state of the preceding token, which
     predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
     two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
-    stage contain the rows of the batch.
-    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
-    squared probabilities.
+    stage contain their rows of the batch, which the loss reads. ``top_tokens`` requests the most likely
+    tokens of each distribution, ``squared_probs`` the sum of its squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -192,7 +191,10 @@ def _pack(
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> MicroBatch:
-    """Return the micro-batch of ``rows`` in host memory."""
+    """Return the micro-batch of some ``rows`` of the batch, in host memory.
+
+    The other arguments are those of `build_microbatches`.
+    """
     layout = model.groups.layout
     shift = int(before)
 
@@ -206,7 +208,10 @@ def _pack(
         first_tokens = lengths.cumsum(0) - lengths
         mask[first_tokens] = False  # no hidden state predicts a row's first token
     selected = mask.nonzero()[:, 0]
+    rules = _rules(batch, rows)
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
+    if rules is not None:
+        temperature = token_temperatures(temperature, lengths, rules)
 
     # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
     # runs equally many micro-batches.
@@ -247,16 +252,16 @@ def _pack(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
-        rules=_rules(batch, rows, lengths, tokens, selected),
+        rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),
-        routed=_routed(model, batch, rows, positions, padding),
+        routed=_routed_tokens(model, batch, rows, positions, padding),
         batch=loss_batch,
     )
 
 
-def _routed(
+def _routed_tokens(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
@@ -265,7 +270,7 @@ def _routed(
 ) -> RoutedTokens | None:
     """Return the routing of this rank's tokens of a micro-batch, or None for a model without a `Routing`.
 
-    ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
+    ``positions`` are the indices of the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
     if model.routing is None:
         return None
@@ -301,18 +306,12 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
-def _rules(
-    batch: Any,
-    rows: list[int],
-    lengths: Tensor,
-    tokens: Tensor,
-    selected: Tensor,
-) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens, or None if sampling changed no logits."""
+def _rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
+    """Return the rules of the rows of a micro-batch, or None for a batch without rules."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
-    return build_row_rules([rules[row] for row in rows], lengths, tokens, selected)
+    return [rules[row] for row in rows]
 
 
 def forward_only(
@@ -346,16 +345,16 @@ def forward_only(
         with torch.no_grad():
             return micros, _run(model, micros, collect, forward_only=True, guard=guard)
 
-    micros, scores = _guarded(guard, compute, tokens_per_microbatch, batch)
+    micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record:
         return scores
 
     # Collective, so every stage takes part, but only the last stage has scores.
-    recorded = _recorded_experts(model, micros)
+    recorded = _gather_recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
 
 
-def _guarded(
+def _run_guarded(
     guard: PassGuard | None,
     compute: Callable[[int], Result],
     tokens_per_microbatch: int,
@@ -363,14 +362,14 @@ def _guarded(
     unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Run a pass with the guard, if there is one; ``clear`` as for `PassGuard.run`."""
+    """Return ``compute(tokens_per_microbatch)``, run by the guard if there is one (see `PassGuard.run`)."""
     if guard is None:
         return compute(tokens_per_microbatch)
     unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
     return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
-def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
+def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the experts [n, layers, k] of each micro-batch's tokens, assembled from all ranks.
 
     Collective over the tensor, context and pipeline groups.
@@ -431,7 +430,7 @@ def forward_backward(
             chunk.train()
         return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
 
-    results, metrics = _guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
+    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -470,7 +469,7 @@ def forward_loss(
         with torch.no_grad():
             return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
 
-    results = _guarded(guard, compute, tokens_per_microbatch, batch, unit)
+    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
@@ -630,7 +629,8 @@ def _finalize_gradients(
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
 
-    It is called after the last micro-batch. With a guard all ranks first check that none of them has failed.
+    Megatron's schedule calls it after the last micro-batch. With a guard all ranks first check that none of
+    them has run out of memory.
     """
     if guard is not None:
         guard.end()

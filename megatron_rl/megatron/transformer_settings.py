@@ -53,7 +53,7 @@ def transformer_settings(
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.value_dim,
+        "kv_channels": shape.v_head_dim or shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "gated_linear_unit": shape.gated,
@@ -95,7 +95,7 @@ def _quick_gelu(hidden: Tensor) -> Tensor:
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of layers that attend to a sliding window, an empty mapping without any."""
+    """Return the TransformerConfig fields for attention to a sliding window, empty for a model without it."""
     if not shape.sliding_layers:
         return {}
 
@@ -109,7 +109,7 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of the role's parallel layout."""
+    """Return the TransformerConfig fields that follow from a role's parallel layout."""
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,

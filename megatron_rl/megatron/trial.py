@@ -1,6 +1,6 @@
 """Trial of every role's Megatron settings, without a model: ``python -m megatron_rl.megatron.trial``.
 
-`check` runs it in a separate process, because the imports replace some of Megatron's packages.
+The command ``check`` runs it in a separate process, because the imports replace some of Megatron's packages.
 
 Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
 ``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides``, ``optimizer`` (a section or null) and
@@ -43,7 +43,7 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
-    ``roles`` and the result have the formats of the module's input and output.
+    ``roles`` has the format of the module's standard input, the result that of its standard output.
     """
     complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
     model_configs, optimizer_config, ddp_config = _config_classes(complete)

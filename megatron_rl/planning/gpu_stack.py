@@ -53,7 +53,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
 
 
 def _build_vllm(version: str) -> str:
-    """Return the commands that build a version of vLLM against the installed torch, as advice."""
+    """Return, as advice, the commands that build a version of vLLM against the installed torch."""
     return (
         f"build vLLM against this torch: git clone --branch v{version} https://github.com/vllm-project/vllm; "
         "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
@@ -109,12 +109,12 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
 
 
 def _series(version: str) -> str:
-    """Return the major and minor number of a version, such as 0.32."""
+    """Return the series of a version, which is its major and minor number, such as 0.32."""
     return "{}.{}".format(*release(version))
 
 
 def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's torch with the torch for which vLLM's wheel was built."""
+    """Compare a machine's torch, without vLLM, with the torch for which vLLM's wheel was built."""
     vllm = pinned["vllm"]
     if release(torch) != release(pinned["torch"]):
         text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"

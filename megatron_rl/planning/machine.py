@@ -38,14 +38,15 @@ BUILT_TOGETHER = (
 _REQUIRED = ("torch", "megatron-core", "transformers")
 """Packages of `TESTED_VERSIONS` that every run needs; without vLLM, torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free shared memory below which there is a warning: engines and communication between processes use it."""
+"""Free bytes of shared memory below which there is a warning: engines and communication between processes
+use it."""
 MIN_DISK_GIB = 20.0
-"""Free disk space below which there is a warning."""
+"""Free bytes of disk below which there is a warning."""
 MIN_OPEN_FILES = 4096
 """Limit of open files below which there is a warning: connections between ranks are files."""
 _GIB = 2**30
 _NVIDIA_SMI_SECONDS = 20
-"""Timeout of nvidia-smi, which hangs if the driver does."""
+"""Timeout of nvidia-smi in seconds; it hangs if the driver does."""
 
 OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
@@ -57,7 +58,7 @@ OPTIONAL_PACKAGES = {
     "pyarrow": "no Parquet data and no saved rollouts",
     "datasets": "no data sets saved by HF datasets",
 }
-"""Module -> consequence of its absence."""
+"""Optional module -> consequence of its absence."""
 _GPU_ONLY = ("transformer_engine", "apex", "flash_attn")
 
 
@@ -79,7 +80,7 @@ class Finding:
 
 
 def packages() -> list[Finding]:
-    """Return the versions of the packages that training needs, and their conflicts."""
+    """Return findings on the versions of the packages that training needs, and on their conflicts."""
     version = ".".join(map(str, sys.version_info[:3]))
     is_supported = sys.version_info >= (3, 11)
     python_finding = Finding("ok", "python", version)
@@ -88,7 +89,7 @@ def packages() -> list[Finding]:
 
     findings = [python_finding]
     findings += [_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
-    return [*findings, *_conflicts(), *_shadowed()]
+    return [*findings, *_conflicts(), *_shadowed_packages()]
 
 
 def _package(name: str, tested_version: str) -> Finding:
@@ -111,7 +112,7 @@ def _package(name: str, tested_version: str) -> Finding:
     return Finding("note", label, f"{version}; tests run with {tested_version}")
 
 
-def _built_together(in_environment: bool) -> dict[str, str]:
+def _versions_built_together(in_environment: bool) -> dict[str, str]:
     """Return the installed versions of the packages `BUILT_TOGETHER`, by name.
 
     Only packages in this virtual environment are returned, or only those outside of it.
@@ -128,12 +129,12 @@ def _built_together(in_environment: bool) -> dict[str, str]:
 
 def system_packages() -> dict[str, str]:
     """Return the versions of the packages `BUILT_TOGETHER` that the machine or its container has."""
-    return _built_together(in_environment=False)
+    return _versions_built_together(in_environment=False)
 
 
-def _shadowed() -> list[Finding]:
-    """Return a finding for each package of this environment that hides another version on the machine."""
-    own_versions = _built_together(in_environment=True)
+def _shadowed_packages() -> list[Finding]:
+    """Return a finding for each package in this environment that hides another version on the machine."""
+    own_versions = _versions_built_together(in_environment=True)
     system_versions = system_packages()
 
     findings = []

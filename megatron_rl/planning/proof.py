@@ -49,14 +49,14 @@ SLOW_HOST_LINK = 50e6
 SLOW_LINK = 5e9
 """Bytes per second below which links between accelerators are reported as slow."""
 _REPEATS = 5
-"""Timed repetitions of a measurement, after one warm-up."""
+"""Number of timed repetitions of a measurement, after one warm-up."""
 _MIB = 2**20
 _JOIN_SECONDS = 60.0
-"""Timeout of the rendezvous, and of every collective of the measurements."""
+"""Timeout of the rendezvous, and of every collective of the measurements, in seconds."""
 _STEPS = 2
-"""Steps of each small job."""
+"""Number of training steps of each small job."""
 _LOG_TAIL = 3000
-"""Characters of a failed job's log that are printed."""
+"""Maximum number of characters of a failed job's log that are printed."""
 
 
 # ---------------------------------------------------------------- measurements
@@ -64,7 +64,7 @@ _LOG_TAIL = 3000
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """Measurement of the world's communicator.
+    """Measurement of all-reduces over the world's communicator, and of the ranks' clocks.
 
     Example: 16 MiB in 0.7 ms between two machines, ``LinkProbe(2**24, 7e-4, True, 0.01, ("a", "b"))``.
     """
@@ -82,7 +82,7 @@ class LinkProbe:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Return bytes per second per rank in both directions of a ring: 2 (n - 1) / n of the data."""
+        """Return the bytes per second per rank in both directions of a ring: 2 (n - 1) / n of the data."""
         ranks = len(self.hosts)
         return 2 * (ranks - 1) / ranks * self.bytes / self.seconds
 
@@ -192,7 +192,7 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
 
 
 def _partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Return the other rank of the pair that contains this rank, or None if no pair contains it."""
+    """Return the rank with which a rank forms a pair, or None if no pair contains it."""
     for first, second in pairs:
         if rank == first:
             return second
@@ -265,13 +265,13 @@ def probe_kernel() -> tuple[bool, str]:
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
-    """Return the median time of several calls in seconds, without the first one, which warms up."""
+    """Return the median seconds of several calls of a function, without the first one, which warms up."""
     seconds = [_seconds(call) for _ in range(_REPEATS + 1)]
     return median(seconds[1:])
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the time of one call in seconds, synchronised with the device before and after it."""
+    """Return the seconds of one call of a function, synchronised with the device before and after it."""
     device.synchronize()
     start = time.perf_counter()
     call()
@@ -302,7 +302,10 @@ class Task:
 
 
 def list_tasks(folder: Path, world: int) -> list[Task]:
-    """Return the jobs in the order in which they run; with one rank, without the job on all ranks."""
+    """Return the small jobs of the proof in the order in which they run.
+
+    With one rank the job that compares all ranks with one is left out.
+    """
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
 
     # The first two jobs train the same steps, whose losses and gradient norms are compared.
@@ -366,7 +369,7 @@ def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
 
 def _dtype(on_host: bool) -> str:
-    """Return the dtype of the small model on this kind of device."""
+    """Return the dtype in which the small jobs train: float32 on a host, else bfloat16."""
     if on_host:
         return "float32"
     return "bfloat16"
@@ -455,7 +458,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
 
 
 def _has_material(folder: Path) -> bool:
-    """Return whether the files of a proof in the folder are visible on this machine."""
+    """Return whether the files that rank 0 wrote for a proof are visible in the folder on this machine."""
     return (folder / "proof.yaml").is_file()
 
 
@@ -520,7 +523,7 @@ def link_findings(links: LinkProbe) -> list[Finding]:
 
 
 def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
-    """Yield a finding on the messages of each kind of pair."""
+    """Yield a finding on the rate of messages within machines, and one on the rate across machines."""
     for kind, pair in pairs.items():
         text = f"{pair.rate / GB:.2f} GB/s {kind}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"
         if pair.correct:
@@ -586,7 +589,7 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 
 
 def run_findings(folder: Path) -> Iterator[Finding]:
-    """Yield findings on the weight sync and the duration of the final step of the small model's run."""
+    """Yield findings on the weight sync and on the duration of the last step in the small model's run."""
     lines = read_metrics(RunFolder(folder / "train").metrics)
     # The times of the final step contain no compilation or other warm-up.
     final = lines[-1]

@@ -1,7 +1,8 @@
 """Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
 
-The idea: a plan depends only on boxes, and boxes follow from a model's config and a layout. So one process
-computes the boxes of all ranks and builds the plan that the ranks of a job would build.
+The idea: a plan depends only on boxes (slices of tensors in all dimensions, with their location on a rank),
+and boxes follow from a model's config and a layout. So one process computes the boxes of all ranks and builds
+the plan that the ranks of a job would build.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError, first_line
+from megatron_rl.errors import UserError, first_line, out_of_range
 from megatron_rl.megatron.model_spec import model_spec, pretrained
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds
@@ -38,7 +38,10 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Summary:
-    """Cost of a plan, which `plan-reshard` prints; bytes are per rank unless a field says otherwise."""
+    """Cost of a planned weight transfer, which `plan-reshard` prints.
+
+    Bytes are per rank unless a field says otherwise.
+    """
 
     model_bytes: int
     """Bytes of one complete copy of the model."""
@@ -185,7 +188,7 @@ def engine_layout(
     dtype: torch.dtype,
     whole_experts: bool = False,
 ) -> list[BoxGroup]:
-    """Return the boxes that vLLM's ranks need, for replicas of ``tensor`` consecutive ranks.
+    """Return the slices of tensors (boxes) that vLLM's ranks need, for replicas of ``tensor`` ranks.
 
     This predicts the slices of vLLM's weight loaders; a running `HybridEngine` traces them.
     """
@@ -198,7 +201,7 @@ def engine_layout(
         for tensor_spec in model.tensors():
             name = tensor_spec.name
             source = tensor_spec.source
-            cut = engine_slice(source, tensor_rank, tensor, model.shape.kv_heads)
+            cut = engine_slice(source, tensor_rank, tensor)
             if whole_experts and tensor_spec.expert is not None:
                 # An expert is complete on one rank of the replica, and absent on the others.
                 cut = Slice(0, 0, 0)
@@ -305,7 +308,7 @@ def summarise(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return the bytes that each rank receives although it already has them."""
+    """Return rank -> bytes that it receives in a plan although it already has them."""
     redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.
@@ -317,7 +320,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 
 
 def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
-    """Return predicted seconds on a machine, until the slowest rank has exchanged its messages.
+    """Return the predicted seconds on a machine, until the slowest rank has exchanged its messages.
 
     Connections are assumed to exist from an earlier transfer.
     """
@@ -356,7 +359,9 @@ def megatron_layout(
     overrides: Mapping[str, Any] | None = None,
     lora: Lora | None = None,
 ) -> list[BoxGroup]:
-    """Return the boxes of a model, or with ``lora`` only of its adapters, on every rank of a layout.
+    """Return the slices of a model's tensors (boxes) that every rank of a layout has.
+
+    With ``lora`` these are only slices of its adapters.
 
     Experts are sharded differently from other parameters, so a rank of a model with experts is in two groups.
     Storages are parameter names with layers numbered over the whole model.

@@ -50,7 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
 _LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
-"""An opening fence after other text on its line, which is not a fence in Markdown."""
+"""Pattern of an opening fence after other text on its line, which is not a fence in Markdown."""
 _INDENT = 3
 """Columns that a closing fence may be indented further than its opening fence, as in CommonMark."""
 
@@ -92,7 +92,7 @@ _SOLUTION = "Solution"
 _PASSED = "passed"
 _FAILED = "failed"
 _UNREADABLE = "unreadable"
-"""Verdict of a test whose comparison only the program itself could make."""
+"""Verdict on a test whose comparison only the program itself could make."""
 
 
 class Test(NamedTuple):
@@ -116,7 +116,7 @@ class Test(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Fenced block of a response."""
+    """Fenced code block in the Markdown of a response."""
 
     info: str
     """Text after the opening fence: the language, and options."""
@@ -292,7 +292,7 @@ def _tests_of_entry(entry: Any) -> list[Test]:
 
 
 def _output_test(stdin: Any, stdout: Any) -> Test:
-    """Return a test of the program's output; ``stdin`` may also be a number or None."""
+    """Make a test that compares the program's output; ``stdin`` may also be a number or None."""
     input_text = ""
     if _is_text(stdin):
         input_text = _join_lines(stdin)
@@ -346,7 +346,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _join_lines(value: str | list[str]) -> str:
-    """Return text that may be given as a list of lines."""
+    """Join text that may be given as a list of lines; return other text unchanged."""
     if isinstance(value, str):
         return value
     return "\n".join(value)
@@ -392,26 +392,29 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
     # `assert f(2) == g(2)`: the program may define how two of its objects compare.
     if isinstance(condition, ast.Compare):
         sides = (condition.left, *condition.comparators)
-        if all(_is_of_program(side, names) for side in sides):
-            raise _undecidable(statement, "both of its sides are the program's")
+        if all(_belongs_to_program(side, names) for side in sides):
+            raise _undecidable_error(statement, "both of its sides are the program's")
         return
 
     # `assert same(f(2), 4)`: the program's own `same` could always return True.
-    if isinstance(condition, ast.Call) and _is_of_program(condition.func, names):
+    if isinstance(condition, ast.Call) and _belongs_to_program(condition.func, names):
         arguments = [*condition.args, *(keyword.value for keyword in condition.keywords)]
         calls = [node for argument in arguments for node in ast.walk(argument) if isinstance(node, ast.Call)]
-        if any(_is_of_program(call, names) for call in calls):
+        if any(_belongs_to_program(call, names) for call in calls):
             reason = "the function that compares is the program's: define it before the assertion"
-            raise _undecidable(statement, reason)
+            raise _undecidable_error(statement, reason)
 
 
-def _undecidable(statement: ast.Assert, reason: str) -> ValueError:
-    """Return the error for an assertion that the program itself could decide."""
+def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
+    """Return the error for an assertion whose outcome the program itself could decide, with the reason."""
     return ValueError(f"a test that the program decides, {reason}: {ast.unparse(statement)!r:.200}")
 
 
-def _is_of_program(node: ast.AST, names: set[str]) -> bool:
-    """Return whether an expression is one of the program's ``names``, or a call, attribute or item of one."""
+def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
+    """Return whether an expression is one of ``names``, or a call, attribute or item of one.
+
+    Its value then comes from the program, whose names these are.
+    """
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return isinstance(node, ast.Name) and node.id in names
@@ -458,12 +461,12 @@ def _program_names(statements: list[ast.stmt]) -> set[str]:
 # Running a test
 
 
-def passes_test(source: str, test: Test, seconds: float) -> bool:
-    """Run the program ``source`` once, for at most ``seconds``, and return whether it passes the test.
+def passes_test(source: str, test: Test, time_limit: float) -> bool:
+    """Run the program ``source`` once and return whether it passes the test within ``time_limit`` seconds.
 
     Raises ValueError if the test compares an object that only the program itself could compare.
     """
-    if seconds <= 0:
+    if time_limit <= 0:
         return False
 
     # A folder per test, so that a program finds no files of an earlier test.
@@ -471,16 +474,19 @@ def passes_test(source: str, test: Test, seconds: float) -> bool:
         path = Path(folder, "program.py")
         path.write_text(source, encoding="utf-8", errors="replace")
         if test.source is None:
-            return _prints_expected(path, test, seconds)
-        verdict, reason = _verdict_of_call(path, test, seconds)
+            return _prints_expected(path, test, time_limit)
+        verdict, reason = _verdict_of_call(path, test, time_limit)
 
     if verdict == _UNREADABLE:
         raise ValueError(f"a test has no outcome: {reason}: {test.source!r:.200}")
     return verdict == _PASSED
 
 
-def _prints_expected(program: Path, test: Test, seconds: float) -> bool:
-    """Return whether a program prints the expected lines and ends without an error."""
+def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
+    """Return whether a program prints the expected lines and exits with status 0 in time.
+
+    ``time_limit``: maximum seconds.
+    """
     # Temporary files need no reader while the program runs, unlike pipes. Files in memory are forbidden to
     # contained code, since no limit counts them.
     with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
@@ -491,7 +497,7 @@ def _prints_expected(program: Path, test: Test, seconds: float) -> bool:
 
         process = _start([str(program)], program.parent, stdin, stdout)
         try:
-            succeeded = process.wait(seconds) == 0
+            succeeded = process.wait(time_limit) == 0
         except subprocess.TimeoutExpired:
             succeeded = False
         finally:
@@ -504,10 +510,13 @@ def _prints_expected(program: Path, test: Test, seconds: float) -> bool:
 def _verdict_of_call(
     program: Path,
     test: Test,
-    seconds: float,
+    time_limit: float,
 ) -> tuple[str, str]:
-    """Run program and test in two separate processes; return the verdict and its reason."""
-    deadline = time.monotonic() + seconds
+    """Run program and test in two separate processes, for at most ``time_limit`` seconds.
+
+    Returns the verdict of the test and, if there is one, its reason.
+    """
+    deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
         # This process closes its copies of the pipes' ends, so that program and test each get an end of file
         # when the other exits.
@@ -541,7 +550,7 @@ def _verdict_of_call(
 
 
 def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
-    """Return the read and write ends of a pipe, which are closed with ``descriptors``."""
+    """Create a pipe whose read and write ends are closed with the stack ``descriptors``; return both ends."""
     ends = os.pipe()
     for end in ends:
         descriptors.callback(os.close, end)
@@ -579,7 +588,7 @@ def _run_test(
 
         peer = Peer(read_end, write_end)
         try:
-            if _succeeds(test, peer):
+            if _run_assertions(test, peer):
                 verdict = _PASSED
         finally:
             if peer.reason is not None:
@@ -592,8 +601,8 @@ def _run_test(
         os._exit(0)
 
 
-def _succeeds(test: Test, peer: Peer) -> bool:
-    """Run a test and return whether its expression has the expected value, or True for statements.
+def _run_assertions(test: Test, peer: Peer) -> bool:
+    """Run a test and return whether its expression has the expected value; for statements, return True.
 
     Raises the exceptions of the statements, such as AssertionError.
     """
@@ -617,7 +626,10 @@ def _succeeds(test: Test, peer: Peer) -> bool:
 
 
 def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
-    """Return the values of a test's free names: objects of the program, and predefined ones."""
+    """Return the values of a test's free names: objects of the program, and predefined ones.
+
+    ``tree``: the code of the test. ``peer``: connection to the program.
+    """
     # Names that the test expects of the program come first. Its other names must not shadow predefined ones.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}
@@ -658,7 +670,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and all processes that it started."""
+    """Kill the process of a program, and all processes that it started."""
     process.send_signal(signal.SIGKILL)
     process.wait()
     end_descendants()
@@ -680,20 +692,20 @@ def _is_same(value: Any, expected: Any) -> bool:
     """Return whether a value equals the expected one, directly or as JSON (tuples and arrays as lists)."""
     if type(value) is type(expected) and value == expected:
         return True
-    return bool(_plain(value) == _plain(expected))
+    return bool(_to_json_types(value) == _to_json_types(expected))
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """Convert a value to the types of JSON, as far as possible."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple | collections.deque | range):
-        return [_plain(item) for item in value]
+        return [_to_json_types(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_types(item) for key, item in value.items()}
     return value
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of an output without trailing whitespace and trailing empty lines."""
+    """Split an output into lines, without trailing whitespace and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

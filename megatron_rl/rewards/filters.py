@@ -43,14 +43,14 @@ class FilteredRows:
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Return the removed rows without a reward, which are not trained on."""
+        """Return the indices of the removed rows that get no reward and are not trained on."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers for which no scorer is called: failed filters, and rewards of removed rows."""
+        """Return row -> answer of rows that no scorer needs: failed filters, rewards of removed rows."""
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
@@ -117,13 +117,13 @@ class ResponseFilters:
         return _KEPT
 
     def close(self) -> None:
-        """End the function's processes."""
+        """End the worker processes of the user's filter function, if there is one."""
         if self._function is not None:
             self._function.close()
 
 
 def _verdict(answer: Answer) -> Answer:
-    """Convert the answer of the user's function, 1 (keep) or 0 (remove), to the answer of a filter."""
+    """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to that of a built-in filter."""
     if answer.reason is not None:
         return answer
     if answer.reward not in (0.0, 1.0):

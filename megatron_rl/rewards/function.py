@@ -21,12 +21,10 @@ from torch import Tensor
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import exceeded_limit
 from megatron_rl.contained.process import kill_all
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.metrics import Metrics
-from megatron_rl.rewards import calls
-from megatron_rl.rewards.calls import Call, Worker
-from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer
+from megatron_rl.rewards import worker as worker_process
+from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Call, Worker
 from megatron_rl.user_code import require_file
 
 LIMIT = "limit"
@@ -55,9 +53,9 @@ class Failure(NamedTuple):
     row: int
     """Index of the sample."""
     reason: str
-    """One word, for metrics."""
+    """One word for the kind of failure, by which metrics count failures."""
     message: str
-    """Details, such as the function's traceback."""
+    """Details of the failure, such as the function's traceback."""
 
 
 def last_lines(message: str, limit: int) -> str:
@@ -88,7 +86,7 @@ class RewardResult:
 
     @property
     def valid(self) -> Tensor:
-        """Return which samples have a reward: [B] bool."""
+        """Return which samples have a reward, that is, did not fail: [B] bool."""
         return torch.tensor([answer.reason is None for answer in self.answers], dtype=torch.bool)
 
     @property
@@ -108,7 +106,7 @@ class RewardResult:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failure of each invalid sample."""
+        """Return one entry per invalid sample: its row, its failure reason and the message."""
         return tuple(
             Failure(row, answer.reason, answer.message)
             for row, answer in enumerate(self.answers)
@@ -116,9 +114,12 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``extra_metrics``, and the fraction of samples ``reward/invalid_<reason>`` per failure.
+        """Return ``extra_metrics``, and the share of samples that failed for each reason.
 
-        ``reasons`` are the failure reasons on other ranks: their fractions are also of this rank's samples.
+        The shares are named ``reward/invalid_REASON``.
+
+        ``reasons`` are those that occurred on other ranks. Their metrics are included too, since all ranks
+        must have the same metrics; like the others, they count the samples of this rank only.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
@@ -244,7 +245,7 @@ class FunctionReward:
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Send the calls of the queue to the workers and store every outcome, until all are answered."""
+        """Send queued calls to the workers and store their outcomes, until every call has ended."""
         # At most half of a worker's calls in one message, so that few calls wait behind a slow one.
         max_calls = max(1, min(CHUNK, -(-len(queue) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:
@@ -290,7 +291,7 @@ class FunctionReward:
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
-        """Kill a worker, fail or re-queue its open calls, and start a replacement."""
+        """Kill a worker that failed, end or re-queue its open calls, and start a replacement."""
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
@@ -313,7 +314,7 @@ class FunctionReward:
         out of memory.
         """
         start_time = time.monotonic()
-        for delay in (*calls.RESTART_DELAYS, None):
+        for delay in (*worker_process.RESTART_DELAYS, None):
             worker = self._new_worker()
             self._workers.append(worker)  # before the wait, so that `close` from another thread ends it, too
             try:
@@ -325,7 +326,7 @@ class FunctionReward:
             else:
                 return worker
 
-            if delay is None or time.monotonic() - start_time > calls.RESTART_SECONDS:
+            if delay is None or time.monotonic() - start_time > worker_process.RESTART_SECONDS:
                 break
             time.sleep(delay)
         return None
@@ -365,7 +366,10 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a call for a group: shared values, and per-sample values as lists."""
+    """Combine the samples of a group to the arguments of one call.
+
+    Values that all samples share stay single, others become lists.
+    """
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):
         if name in samples[0]:

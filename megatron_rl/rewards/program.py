@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 PROGRAM = "program"
-"""Name of the module that the program's source becomes."""
+"""Name of the module as which the program's source is run."""
 LARGEST_VALUE = 2**20
 """Largest serialized value in bytes; a larger one is an error."""
 _HEADER = struct.Struct("<Q")
-"""Length of a message in bytes."""
+"""Format of a message's header: the length of the message in bytes."""
 _EXACT_INTEGER = 2**53
 """Larger integers are written in hexadecimal, since Python limits the digits of decimal ones."""
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
@@ -59,7 +59,7 @@ class CannotCompare(Exception):
 
 
 class ProgramEnded(Exception):
-    """Error: the other process has ended, or sent a malformed message."""
+    """Error of a request to the other process, which has ended or sent a malformed message."""
 
 
 class Remote:
@@ -134,7 +134,7 @@ class Remote:
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """Return the method of `Remote` for one of Python's operators."""
+    """Make the method of `Remote` for one of Python's operators."""
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
@@ -220,7 +220,7 @@ class Peer:
             elif kind == "value":
                 return self.decode(content[0]), self.decode(content[1])
             else:
-                raise _error(*content)
+                raise _to_exception(*content)
 
     def _answer(self, operation: str, operands: Sequence[Any]) -> None:
         """Perform an operation for the other end and send its value or error."""
@@ -283,7 +283,7 @@ class Peer:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
         # Values of the standard library and of NumPy. Every other object stays in this process.
-        plain = _plain(value)
+        plain = _encode_scalar(value)
         if plain is not None:
             return plain
         if type(value).__module__.partition(".")[0] == "numpy":
@@ -296,11 +296,14 @@ class Peer:
         return self._reference(value)
 
     def _encode_all(self, values: Any) -> list[Any]:
-        """Encode each item of an iterable."""
+        """Encode each item of an iterable for JSON; return the list of encodings."""
         return [self.encode(value) for value in values]
 
     def _reference(self, value: Any) -> list[Any]:
-        """Return a reference to an object that is not serialized: one of the other end, or of this end."""
+        """Encode a reference to an object that is not serialized.
+
+        The object belongs either to the other process (a `Remote`) or to this one, which then remembers it.
+        """
         if isinstance(value, Remote):
             return ["yours", value._number]
         if self._names is None and not callable(value):
@@ -317,7 +320,7 @@ class Peer:
         return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
 
     def decode(self, value: Any) -> Any:
-        """Decode a value that the other end encoded."""
+        """Decode a value that the other process encoded with `encode`."""
         if not isinstance(value, list):
             return value
 
@@ -353,7 +356,7 @@ class Peer:
     # Messages
 
     def _send(self, message: Any) -> None:
-        """Write a message as JSON."""
+        """Send a message to the other process as JSON."""
         self._write(json.dumps(message))
 
     def _write(self, text: str) -> None:
@@ -366,7 +369,10 @@ class Peer:
             raise ProgramEnded from None
 
     def _receive(self) -> list[Any]:
-        """Return the next message; raises ProgramEnded for the end of the pipe and for malformed bytes."""
+        """Return the next message of the other process.
+
+        Raises ProgramEnded for the end of the pipe and for malformed bytes.
+        """
         header = self._reader.read(_HEADER.size)
         if len(header) < _HEADER.size:
             raise ProgramEnded
@@ -436,7 +442,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 """Operation of a test on the program's names and objects -> function, except for calls and operators."""
 
 
-def _plain(value: Any) -> list[Any] | None:
+def _encode_scalar(value: Any) -> list[Any] | None:
     """Return tag and content of a scalar of the standard library, such as a Decimal, or None for others."""
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
@@ -463,7 +469,7 @@ def _copy_into(before: Any, after: Any) -> None:
         before.update(after)  # type: ignore[arg-type]
 
 
-def _error(kind: str, message: str) -> BaseException:
+def _to_exception(kind: str, message: str) -> BaseException:
     """Convert an error of the other end to an exception of the same built-in class, else RuntimeError.
 
     The class matters: a test may expect it.

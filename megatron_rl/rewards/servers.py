@@ -78,7 +78,7 @@ SHORTEST_SECRET = 6
 Shorter words are ordinary ones, which would be replaced all over a message.
 """
 EXCERPT = 200
-"""Characters of a reply that a message quotes."""
+"""Maximum number of characters of a reply that a message quotes."""
 
 
 # Requests
@@ -101,7 +101,7 @@ class Reply(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """Outcome of sending a request once."""
+    """Outcome of one attempt to send a request."""
 
     reply: Reply
     retryable: bool = False
@@ -160,7 +160,7 @@ class Server:
             return loop.run_until_complete(self._post_all(bodies, convert))
 
     async def _post_all(self, bodies: Sequence[Any], convert: Callable[[int, Reply], Any]) -> list[Any]:
-        """Post all bodies, at most ``concurrency`` of them in flight."""
+        """Post all bodies, at most ``concurrency`` at a time; return their converted replies."""
         slots = asyncio.Semaphore(self.config.concurrency)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self.config.concurrency),
@@ -253,10 +253,10 @@ class Server:
         session: aiohttp.ClientSession,
         body: bytes,
     ) -> _Attempt:
-        """Send a request once."""
+        """Send a request once; return the reply, or the failure and whether another attempt may succeed."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
-                return self._read(response, await _content(response, self._largest_reply))
+                return self._read(response, await _read_content(response, self._largest_reply))
         except TimeoutError:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
@@ -322,7 +322,7 @@ class Server:
         return replace_surrogates(text)
 
 
-async def _content(response: aiohttp.ClientResponse, largest: int) -> bytes:
+async def _read_content(response: aiohttp.ClientResponse, largest: int) -> bytes:
     """Return the body of a response; reading stops once it exceeds ``largest`` bytes."""
     content = bytearray()
     async for data in response.content.iter_any():
@@ -345,7 +345,7 @@ def secret_headers(config: ServerConfig, key_from: str | None = None) -> dict[st
 
 
 def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
-    """Return the counters of a round as metrics, each divided by the number of samples."""
+    """Convert the counters of a round of requests to metrics, each divided by the number of samples."""
     names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
     if name == "judge":
         names.append(CACHE_HITS)
@@ -401,7 +401,7 @@ class HttpReward:
 
 
 def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
-    """Return one answer per sample from the reply to a request with ``count`` samples."""
+    """Return one answer per sample, for ``count`` samples, from the reply to their request."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
 
@@ -547,7 +547,7 @@ class JudgeReward:
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _request(self, prompt: Any, row: int) -> _Request:
-        """Return the request for a judge's prompt (text or messages)."""
+        """Make the request to the judge's server for a judge's prompt (text or messages)."""
         messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -581,13 +581,13 @@ class JudgeReward:
         return cached_replies | dict(zip(new_requests, new_replies, strict=True)), counts
 
     def close(self) -> None:
-        """End the processes of template and parser."""
+        """End the worker processes of the template and the parser, if they are functions."""
         for function in self._functions:
             function.close()
 
 
 def _completion_text(reply: Reply) -> Reply:
-    """Replace the JSON value of a reply by the text of its chat completion."""
+    """Replace the JSON value of a server's reply by the text of its chat completion."""
     if reply.reason is not None:
         return reply
 

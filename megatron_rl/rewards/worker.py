@@ -1,7 +1,11 @@
-"""Worker process of a reward function, and the answers that it sends.
+"""Worker process of a reward function: its answers, the trainer's side of it, and the process itself.
 
-The one idea: user code can only produce frames of JSON, which the trainer validates with `read_answer`. For a
-malformed frame, the trainer kills the process. `megatron_rl.rewards.calls` starts `serve` contained.
+User code can only produce frames of JSON, which the trainer validates with `read_answer`. For a malformed
+frame, the trainer kills the process, whose main function is `serve`.
+
+Calls have numbers, and each ends in one of three ways. It is answered, it fails with the process, or it is
+sent again to a process without other calls. The module can be imported without torch, so that `check` starts
+the same processes as a run.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
 from megatron_rl.contained.process import (
@@ -20,12 +27,20 @@ from megatron_rl.contained.process import (
     INVALID_TEXT_MESSAGE,
     LARGEST_MESSAGE,
     READY,
+    ContainedProcess,
+    LoadFailed,
     Requests,
     escape_unprintable,
     format_error,
     load_callable,
     set_module_sources,
 )
+from megatron_rl.errors import UserError
+from megatron_rl.progress import count_progress
+
+if TYPE_CHECKING:
+    # Not for the worker process: the configuration would lengthen its start by half.
+    from megatron_rl.config.sections.rewards import RewardConfig
 
 SCORED = "scored"
 """Kind of a frame: a reward with components."""
@@ -58,6 +73,13 @@ TOKENS = "tokens"
 """Argument for functions with a parameter of this name: the tokens of the response."""
 GROUP = "group"
 """Argument for functions with a parameter of this name: the responses of a group."""
+
+RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
+RESTART_SECONDS = 60.0
+"""Seconds after the first attempt to start a process from which no further attempt begins."""
+GRACE_SECONDS = 2.0
+"""Seconds in which a coroutine must end after it was cancelled at its limit; then its process is replaced."""
 
 _SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
 _NAMES_OF_OTHERS = {
@@ -192,7 +214,7 @@ def _is_message(value: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """Parameters of a function, and whether it is a coroutine function."""
+    """Properties of a user's function that decide its calls: parameters, and whether it is a coroutine."""
 
     takes: frozenset[str] = frozenset()
     """Names of the function's parameters."""
@@ -205,7 +227,7 @@ class Traits(NamedTuple):
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Traits:
-        """Return the traits of a function; one without a signature accepts any name."""
+        """Inspect a function, and return its traits; one without a signature accepts any name."""
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
@@ -224,12 +246,12 @@ class Traits(NamedTuple):
         )
 
     def to_frame(self) -> dict[str, Any]:
-        """Return the traits as values of JSON; see `from_frame`."""
+        """Return the traits as values of JSON, for the worker's first reply."""
         return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
-        """Return the traits in a worker's frame."""
+        """Construct a function's traits from the values of `to_frame` in a worker's reply."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
             frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
@@ -369,6 +391,202 @@ def _number(value: Any) -> float:
     )
 
 
+# The trainer's side
+
+
+@dataclass
+class Call:
+    """One call of the function, for a sample or for all samples of a group."""
+
+    arguments: dict[str, Any]
+    """Arguments of the call: name -> value."""
+    rows: tuple[int, ...]
+    """Indices of the samples that the call is for, in their batch."""
+    alone: bool = False
+    """Whether no other call may be open in its process: it was open when one ended, and may be the cause."""
+    start_time: float = 0.0
+    """Time (monotonic, seconds) from which its time limit counts."""
+
+
+class Worker:
+    """Worker process, with the calls that it has not answered yet.
+
+    Calls are numbered over the worker's life. A plain function answers them in that order, and the time limit
+    of a call counts from the end of the previous one. A coroutine function runs its calls concurrently. A
+    function with ``returns_text`` returns text or messages for a sample, and no reward.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        key: str,
+        returns_text: bool = False,
+        extra_arguments: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self._key = key
+        self._returns_text = returns_text
+        self._extra_arguments = extra_arguments
+
+        self.calls: dict[int, Call] = {}
+        """Open calls by number, in the order in which they were sent."""
+        self.traits = Traits()
+        self._next_number = 0
+
+        self.process = ContainedProcess(
+            "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
+        )
+        self.replies = self.process.replies
+
+    def await_ready(self) -> list[str]:
+        """Wait until the function is loaded; return descriptions of limits that the kernel does not enforce.
+
+        Raises UserError for a function that cannot be loaded or called.
+        """
+        config = self.config
+        function = config.function or ""
+        try:
+            ready = self.process.load(
+                function,
+                dict(config.arguments),
+                self._returns_text,
+                config.timeout,
+            )
+        except LoadFailed as error:
+            raise error.as_error(
+                f"the reward function {config.function}",
+                self._key,
+                "module:function or path/to/file.py:function that can be imported and called",
+            ) from None
+
+        self.traits = Traits.from_frame(ready)
+        self._require_parameters()
+        return [str(item) for item in ready.get("missing", ())]
+
+    def _require_parameters(self) -> None:
+        """Raise UserError for parameters without an argument, and for arguments without a parameter."""
+        available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
+        if GROUP in self.traits.takes:
+            available.discard("response")
+
+        # A parameter without a default must come from a call or from `reward.arguments`; an argument that the
+        # function does not take would silently have no effect.
+        arguments = set(self.config.arguments)
+        unavailable = sorted(self.traits.requires - available - arguments)
+        unused = [] if self.traits.takes_all else sorted(arguments - self.traits.takes)
+        if not unavailable and not unused:
+            return
+
+        self.process.kill()
+        problems = []
+        fix = "add parameters of these names, or remove the arguments"
+        if unused:
+            problems.append(f"it does not take {', '.join(unused)}, of reward.arguments")
+        if unavailable:
+            problems.insert(0, f"it requires {', '.join(unavailable)}")
+            fix = parameter_hints(unavailable) or "rename its parameters, or give them a default"
+        raise UserError(
+            f"the function {self.config.function} does not fit the arguments of its call",
+            where=self._key,
+            expected=f"parameters among {', '.join(sorted(available))}, and the names of reward.arguments",
+            got=" and ".join(problems),
+            fix=fix,
+        )
+
+    def send_calls(self, queue: deque[Call], max_calls: int) -> None:
+        """Move calls from the queue to the worker, as many as it has room for.
+
+        ``max_calls``: largest number of calls for a plain function; a coroutine function gets as many as
+        ``concurrency`` allows. A call with ``alone`` is sent only to a worker without open calls.
+        """
+        room = max_calls
+        if self.traits.concurrent:
+            room = self.config.concurrency - len(self.calls)
+
+        # A plain function gets no calls in advance: another worker may be free earlier.
+        if not queue or (self.calls and (queue[0].alone or not self.traits.concurrent)):
+            return
+        if any(call.alone for call in self.calls.values()):
+            return
+
+        # Collect the calls of one message. A call with `alone` is the only one of its message.
+        requests: list[tuple[int, dict[str, Any]]] = []
+        while queue and len(requests) < room and not (queue[0].alone and requests):
+            call = queue.popleft()
+            call.start_time = time.monotonic()
+            self.calls[self._next_number] = call
+            requests.append((self._next_number, call.arguments))
+            self._next_number += 1
+            if call.alone:
+                break
+        if requests:
+            self.process.send_request(requests)
+
+    @property
+    def deadline(self) -> float:
+        """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
+        if not self.traits.concurrent:
+            return next(iter(self.calls.values())).start_time + self.config.timeout
+
+        # A worker whose event loop runs cancels a call itself at its limit, within the grace period.
+        return min(call.start_time for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
+
+    def receive(self, outcomes: list[Answer | None]) -> bool:
+        """Store the replies that have arrived; return False if the process ended or violated the protocol."""
+        frames, is_open = self.process.frames()
+        for frame in frames:
+            # User code may have written the frame: its number must be that of an open call and, for a plain
+            # function, of the first open call.
+            number = frame.get("call")
+            call = None
+            if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):
+                call = self.calls.get(number)
+            answers = None
+            if call is not None:
+                answers = answers_of(frame, len(call.rows))
+            if not isinstance(number, int) or call is None or answers is None:
+                self.process.protocol_error = f"the worker sent a malformed answer: {frame!r:.200}"
+                break
+
+            for row, answer in zip(call.rows, answers, strict=True):
+                outcomes[row] = answer
+                count_progress("rewards")
+            del self.calls[number]
+
+            # The time limit of the next call of a plain function counts from now.
+            if not self.traits.concurrent and self.calls:
+                next(iter(self.calls.values())).start_time = time.monotonic()
+        return is_open and self.process.protocol_error is None
+
+    def lost_calls(self) -> tuple[list[Call], list[Call]]:
+        """Return the open calls of a process that ended: those that fail, and those to send again.
+
+        The call that a plain function was running fails, and so does a single open call. Any of several
+        concurrent calls may be the cause, so each is sent again in a message of its own.
+        """
+        calls = list(self.calls.values())
+        if not self.traits.concurrent or len(calls) == 1:
+            return calls[:1], calls[1:]
+        return [], [replace(call, alone=True) for call in calls]
+
+
+def loading_errors(
+    config: RewardConfig,
+    key: str,
+    returns_text: bool,
+    extra_arguments: Sequence[str],
+) -> list[UserError]:
+    """Load the configured function in a worker process, as a run does; return the error if it fails."""
+    worker = Worker(config, key, returns_text, extra_arguments)
+    try:
+        worker.await_ready()
+    except UserError as error:
+        return [error]
+    finally:
+        worker.process.kill()
+    return []
+
+
 # The process
 
 
@@ -427,7 +645,7 @@ class _CallLoop:
         self._process_id = os.getpid()
 
     def serve(self) -> None:
-        """Make one call after another."""
+        """Make the calls that arrive, one after another, until the trainer closes the connection."""
         while True:
             try:
                 calls = self._requests.read()
@@ -441,7 +659,7 @@ class _CallLoop:
                     value = self._function(**self._arguments_of(item))
                     frames = self._frames_of(value, _group_size(item))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
-                    frames = _all_failed(item, EXCEPTION, format_error(error))
+                    frames = _failure_frames(item, EXCEPTION, format_error(error))
                 self._reply(number, frames)
 
     async def serve_concurrently(self) -> None:
@@ -481,27 +699,27 @@ class _CallLoop:
         try:
             frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
         except TimeoutError:
-            frames = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
+            frames = _failure_frames(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
         except asyncio.CancelledError:  # nothing but the function itself cancels this task
-            frames = _all_failed(item, EXCEPTION, "the function cancelled itself")
+            frames = _failure_frames(item, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 
     async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Await the function and return the frames for its value or its error."""
+        """Call the coroutine function, await it, and return the frames for its value or its error."""
         try:
             value = await self._function(**self._arguments_of(item))
             return self._frames_of(value, _group_size(item))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the event loop, and every call with it
-            return _all_failed(item, EXCEPTION, format_error(error))
+            return _failure_frames(item, EXCEPTION, format_error(error))
 
     def _arguments_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for which the function has a parameter: the call's and the configured ones."""
         return self._traits.accepted_arguments({**item, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
-        """Send the answers to the call with this number."""
+        """Send the answers (``frames``, one per sample) to the call with this number."""
         if os.getpid() != self._process_id:
             os._exit(0)  # this is a child that the function forked and that returned into the loop
         self._requests.reply({"call": number, "answers": frames})
@@ -514,10 +732,10 @@ def _group_size(item: Mapping[str, Any]) -> int | None:
     return len(item[GROUP])
 
 
-def _all_failed(
+def _failure_frames(
     item: Mapping[str, Any],
     reason: str,
     message: str,
 ) -> list[dict[str, Any]]:
-    """Return the same failure for each sample of a call."""
+    """Return the failure with this reason and message once for each sample of a call."""
     return [failure_frame(reason, message)] * (_group_size(item) or 1)

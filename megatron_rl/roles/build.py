@@ -91,9 +91,9 @@ class Roles:
     """
 
     actor: ModelRole
-    """The policy that is trained."""
+    """Role of the policy that is trained."""
     rollout: RolloutRole
-    """The engine that samples responses."""
+    """Role of the engine that samples responses."""
     hybrid_engine: HybridEngine | ServedWeights
     """Weight sync from the actor to the engine."""
     reward: RewardRole
@@ -125,7 +125,7 @@ class Roles:
 
     @property
     def models(self) -> list[ModelRole]:
-        """Return every role with a Megatron model."""
+        """Return every role with a Megatron model: actor, scorers and reward models."""
         return [
             self.actor,
             *self.scorers.values(),
@@ -447,7 +447,7 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 
 
 def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
-    """Return the settings of the adapters to attach to a role's model, or None without adapters.
+    """Return the settings of the LoRA adapters to attach to a role's model, or None without adapters.
 
     A completed stage of the actor has merged the adapters in ``lora.path`` into its model. After it the actor
     gets new adapters, which start from zero.
@@ -670,7 +670,7 @@ def _build_rollout(
 
 
 def _update_count(config: RunConfig) -> int:
-    """Return the total number of optimizer steps of the run."""
+    """Return the number of optimizer steps of the run, over all its steps and epochs."""
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 

@@ -53,9 +53,11 @@ NO_REWARD = "no_reward"
 MAX_REASON_CHARACTERS = 600
 """Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
+"""Message of a row with the reason `NO_REWARD`."""
 
 EarlyRewards = Mapping[str, Mapping[int, Answer]]
-"""Rewards computed while other groups were still being sampled: name of the scorer -> row -> answer."""
+"""Rewards computed while other groups were still being sampled: name of the scorer -> row -> its answer, a
+reward or the reason of a failure."""
 
 
 class Scorer(Protocol):
@@ -73,7 +75,7 @@ class Scorer(Protocol):
         ...
 
     def close(self) -> None:
-        """End the scorer's processes."""
+        """End the scorer's worker processes, or close its connections."""
         ...
 
 
@@ -87,11 +89,11 @@ class NullScorer:
         self._answer = answer
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """See `Scorer.score`."""
+        """Return the same answer for each sample."""
         return RewardResult([self._answer] * len(samples))
 
     def close(self) -> None:
-        """See `Scorer.close`."""
+        """Do nothing: this scorer has no processes."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,9 @@ class ScorerResult:
     shard: RowShard
     """``rewards`` and components of this rank's rows, each [b] float32; NaN for failed rows."""
     metrics: Metrics
-    """Metrics of the scorer on this rank."""
+    """Metrics of the scorer's work on this rank."""
     failures: tuple[Failure, ...]
-    """Failed calls on this rank."""
+    """Calls of the scorer that failed on this rank."""
     reasons: Mapping[int, str]
     """Row -> reason of its failure, for failed rows of all ranks."""
 
@@ -447,7 +449,7 @@ class RewardRole:
         return turns
 
     def close(self) -> None:
-        """End the thread and the scorers' processes."""
+        """End the thread for early rewards, and the processes of scorers and filters."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():
             scorer.close()
@@ -456,7 +458,7 @@ class RewardRole:
 
 
 class _MakeSamples(Protocol):
-    """Function that returns one sample per row, with the fields that a scorer reads."""
+    """Type of a function that returns one sample per row, with the fields that a scorer reads."""
 
     def __call__(self, rows: list[int]) -> list[Sample]: ...
 
@@ -518,7 +520,10 @@ def _run_scorer(
 
 
 def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
-    """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere; only NaN for None."""
+    """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere.
+
+    The tensor is all NaN if ``values`` is None.
+    """
     result = torch.full((count,), float("nan"))
     if values is not None:
         result[indices] = values
@@ -543,7 +548,10 @@ def _filter_rows(
     samples: Sequence[Sample],
     ids: Sequence[Sequence[int]],
 ) -> tuple[str, dict[int, Answer]]:
-    """Run the filters on the samples of ``rows``; return `FILTERS` and the answers by row."""
+    """Run the filters on the samples of ``rows``; return the key `FILTERS` and the answers by row.
+
+    ``ids`` are the token ids of the responses.
+    """
     return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
 
 
@@ -565,7 +573,7 @@ def _score_rows(
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
-    """Return the rows on which the engine or the environment failed."""
+    """Return the indices of the rows on which the engine or the environment failed."""
     return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 

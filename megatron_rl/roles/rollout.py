@@ -12,7 +12,7 @@ from megatron_rl.distributed.exchange import (
     broadcast_object,
     store_increment,
 )
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.rollout.collate import (
     NewTokens,
     RoutingShape,
@@ -83,11 +83,12 @@ class RolloutRole:
         generation_round: GenerationRound,
         on_finished: OnFinished | None = None,
     ) -> NewTokens:
-        """Sample a round; return this rank's new tokens. Collective over the role's ranks.
+        """Sample a round of sequences; return this rank's new tokens. Collective over the role's ranks.
 
         ``on_finished`` is called with the index in the round and the group, for each group that this rank
-        finishes. In the open order, where a round has no fixed number of tokens, the call returns only after
-        all ranks without an engine have called `gather`.
+        finishes. In the open order (`rollout.order: open`) responses are trained on as they finish, and a
+        round ends as soon as the training ranks wait for it. The call then returns only after all ranks
+        without an engine have called `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)

@@ -32,16 +32,16 @@ from megatron_rl.rewards.servers import (
 from megatron_rl.types import BANNED, Rollouts, split_rows
 
 VALID = "teacher_valid"
-"""Column with whether the server has returned the log-probs of each row."""
+"""Name of the column that is true for the rows whose log-probs the server has returned."""
 NO_LOG_PROBS = "the teacher's server gave no log-probs"
 """Reason of a row whose request failed."""
 
 LEAST_REST = 1e-6
-"""Least probability of all tokens but the most likely ones: their sum is known to about 1e-7, and a reverse
-KL would take its logarithm."""
+"""Lower bound of the total probability of all tokens except the most likely ones. It is computed as a
+difference from 1 with an error of about 1e-7, and a reverse KL takes its logarithm."""
 
 _BYTES_PER_ENTRY = 160
-"""Bound of the bytes of one token's log-prob in a response."""
+"""Upper bound of the bytes that one token's log-prob takes in a response."""
 
 
 class TeacherResults(NamedTuple):
@@ -50,9 +50,9 @@ class TeacherResults(NamedTuple):
     shard: RowShard
     """The teacher's columns, and whether each row has them."""
     failures: tuple[Failure, ...] = ()
-    """Rows without log-probs."""
+    """Rows whose requests failed, with the reasons."""
     metrics: Metrics = Metrics()
-    """Requests, retries and failures per row."""
+    """Numbers of requests, retries and failures, each per row."""
 
 
 class ServedTeacher:
@@ -90,7 +90,7 @@ class ServedTeacher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _request_all(self, rollouts: Rollouts) -> TeacherResults:
-        """Request and read the log-probs of all rows."""
+        """Request the log-probs of all rows from the server, and return them; this runs in the thread."""
         rows = [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)]
         masks = split_rows(rollouts.response_mask, rollouts.lengths)
         failures: list[Failure] = []
@@ -120,7 +120,7 @@ class ServedTeacher:
         return TeacherResults(self._shard(rollouts.lengths, columns), tuple(failures), metrics)
 
     def _body(self, tokens: list[int]) -> dict[str, Any]:
-        """Return the request for one row."""
+        """Return the JSON body of the request for one row's ``tokens``."""
         count = 0
         if self.top_tokens is not None:
             count = self.top_tokens.tokens
@@ -134,7 +134,7 @@ class ServedTeacher:
         }
 
     def _shard(self, lengths: Tensor, columns: list[_RowColumns]) -> RowShard:
-        """Concatenate the columns of rows."""
+        """Return the shard of rows with ``lengths`` [b], whose ``columns`` are concatenated."""
         no_row = _RowColumns(0, self.top_tokens)
         tokens = {
             name: torch.cat([tensor, *(row.tensors[name] for row in columns)])
@@ -145,7 +145,7 @@ class ServedTeacher:
 
 
 class _RowColumns:
-    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 where no token is sampled."""
+    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 for tokens that were not sampled."""
 
     def __init__(self, length: int, top_tokens: TopTokens | None, valid: bool = True) -> None:
         self.valid = valid
@@ -157,7 +157,7 @@ class _RowColumns:
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 
     def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response; return what is wrong with it, or None for a valid one."""
+        """Fill the columns from a response of the server; return the reason if it is malformed, or None."""
         try:
             entries = reply.value["choices"][0]["prompt_logprobs"]
             if len(entries) != len(tokens):

@@ -107,7 +107,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     if all(outcome is None for outcome in outcomes):
         outcomes = None
     rules: tuple[LogitRules | None, ...] | None = None
-    if any(sequence.sampling.has_rules for sequence in sequences):
+    if any(_has_rules(sequence) for sequence in sequences):
         rules = tuple(_rules(sequence) for sequence in sequences)
     experts = None
     routing = _routing_shape(sequences)
@@ -321,11 +321,28 @@ def append_new_tokens(
             sequence.experts = experts
 
 
+def _has_rules(sequence: Sequence) -> bool:
+    """Return whether rules changed a sequence's logits, or its temperature over tokens."""
+    return sequence.sampling.has_rules or sequence.sampling.temperature_tokens > 0
+
+
 def _rules(sequence: Sequence) -> LogitRules | None:
     """Return the rules, such as penalties, that changed a sequence's logits, or None without rules."""
-    if not sequence.sampling.has_rules:
+    if not _has_rules(sequence):
         return None
-    return LogitRules(sequence.sampling, len(sequence.prompt))
+    turn_starts: tuple[int, ...] = ()
+    if sequence.sampling.temperature_tokens:
+        turn_starts = _turn_starts(sequence)
+    return LogitRules(sequence.sampling, len(sequence.prompt), turn_starts)
+
+
+def _turn_starts(sequence: Sequence) -> tuple[int, ...]:
+    """Return the index in the row of the first token of each turn of the policy."""
+    # A turn starts at a sampled token that follows the prompt or an observed token.
+    is_sampled = numpy.asarray(sequence.versions) != OBSERVED
+    is_first = is_sampled.copy()
+    is_first[1:] &= ~is_sampled[:-1]
+    return tuple((is_first.nonzero()[0] + len(sequence.prompt)).tolist())
 
 
 def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:

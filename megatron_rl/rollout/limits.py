@@ -18,7 +18,7 @@ from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
 
 MAX_TASKS = 32
-"""With more tasks in a step, there are no metrics per task."""
+"""Largest number of tasks in a step for which there are metrics per task."""
 
 
 class AutoLimits:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.environment import Opening
-from megatron_rl.environments.host_pool import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
+from megatron_rl.environments.host import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser
@@ -105,8 +105,8 @@ class _Conversation:
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
     @property
-    def wants_tokens(self) -> bool:
-        """Return whether the sequence needs a request now."""
+    def needs_request(self) -> bool:
+        """Return whether a turn needs a request, and this token round still permits tokens."""
         if self.sequence.is_finished or self.in_engine or not self.awaits_turn:
             return False
         return self.round_tokens_left != 0
@@ -177,7 +177,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Return requests for the turns that environments wait for, or None if all conversations are idle."""
         requests = []
         for conversation in self._conversations:
-            if conversation.wants_tokens:
+            if conversation.needs_request:
                 bounds = (conversation.round_tokens_left, conversation.turn_tokens_left)
                 # Without limits, the request is bounded only by the room of the response.
                 limits = [bound for bound in bounds if bound is not None]
@@ -240,7 +240,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         for event in self._hosts.poll(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
-                self._turn_requested(conversation, event)
+                self._process_turn_request(conversation, event)
             elif isinstance(event, EpisodeRestart):
                 # The new environment has received nothing: replay the existing tokens.
                 conversation.exchanged_tokens = 0
@@ -284,9 +284,9 @@ class MultiTurnScheduler(ReplicaScheduler):
         if conversation.turn_tokens_left is not None:
             conversation.turn_tokens_left -= count
         if conversation.awaits_turn and conversation.is_turn_complete(len(sequence.tokens)):
-            self._hand_over(conversation, len(sequence.tokens))
+            self._send_turn(conversation, len(sequence.tokens))
 
-    def _hand_over(self, conversation: _Conversation, end: int) -> None:
+    def _send_turn(self, conversation: _Conversation, end: int) -> None:
         """Send the tokens from ``exchanged_tokens`` to ``end`` to the environment, with parsed tool calls."""
         sequence = conversation.sequence
         start = conversation.exchanged_tokens
@@ -325,7 +325,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             calls,
         )
 
-    def _turn_requested(
+    def _process_turn_request(
         self,
         conversation: _Conversation,
         event: TurnRequest,
@@ -355,7 +355,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             num_sampled = end - conversation.exchanged_tokens
             conversation.turn_tokens_left = max(0, event.limit - num_sampled)
         if conversation.is_turn_complete(end):
-            self._hand_over(conversation, end)
+            self._send_turn(conversation, end)
         else:
             conversation.awaits_turn = True
 

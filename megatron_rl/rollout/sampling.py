@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rollout import filters_tokens
+from megatron_rl.config.sections.schedules import LOWEST_TEMPERATURE, LinearSchedule
 from megatron_rl.types import BANNED, FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
-
-LOWEST_TEMPERATURE = 1e-2
-"""Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
 
 _MASK = 2**64 - 1
 """Mask of 64 bits: SplitMix64 computes modulo 2**64."""
@@ -139,21 +137,43 @@ def vllm_finish(
     return codes.get(reason or "", FINISH_FAILED)
 
 
+def sampling_at(sampling: SamplingParameters, position: int) -> SamplingParameters:
+    """Return the parameters of one token, whose temperature and top-p are constant.
+
+    ``position`` is the number of tokens that the policy has sampled before it in its turn.
+    """
+    if not sampling.changes_over_tokens:
+        return sampling
+    temperature = LinearSchedule(sampling.temperature, sampling.last_temperature, sampling.temperature_tokens)
+    top_p = LinearSchedule(sampling.top_p, sampling.last_top_p, sampling.top_p_tokens)
+    if sampling.temperature_tokens:
+        sampling = sampling._replace(temperature=temperature.at(position), temperature_tokens=0)
+    if sampling.top_p_tokens:
+        sampling = sampling._replace(top_p=top_p.at(position), top_p_tokens=0)
+    return sampling
+
+
 def is_greedy(sampling: SamplingParameters) -> bool:
     """Return whether decoding is greedy: the most likely token is selected instead of a random one."""
     return sampling.temperature < GREEDY_BELOW
 
 
 def truncates(sampling: SamplingParameters) -> bool:
-    """Return whether top-p, top-k or min-p filters restrict sampling to a part of the vocabulary."""
+    """Return whether top-p, top-k or min-p filters restrict the sampling of any token."""
     # Filters never remove the most likely token, so they have no effect on greedy decoding.
     if is_greedy(sampling):
         return False
-    return filters_tokens(sampling.top_p, sampling.top_k, sampling.min_p)
+    top_p = sampling.top_p
+    if sampling.top_p_tokens:
+        top_p = min(top_p, sampling.last_top_p)
+    return filters_tokens(top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:
-    """Return the temperature at which engines compute log-probs: 1 for greedy decoding."""
+    """Return the temperature at which engines compute log-probs: 1 for greedy decoding.
+
+    If it changes over tokens, it is that of a turn's first token; see `sampling_at` for the others.
+    """
     if is_greedy(sampling):
         return 1.0
     return max(sampling.temperature, LOWEST_TEMPERATURE)
@@ -237,6 +257,16 @@ def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tup
         torch.tensor(top_p, dtype=torch.float32, device=device),
         torch.tensor(min_p, dtype=torch.float32, device=device),
     )
+
+
+def sampled_logits(logits: Tensor, sampling: Sequence[SamplingParameters]) -> Tensor:
+    """Apply temperature and filters of each row to its logits [B, V]; return them as `filtered_logits` does.
+
+    ``sampling`` has constant temperatures and filters, see `sampling_at`.
+    """
+    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
+    temperature = torch.tensor(temperatures, device=logits.device)
+    return filtered_logits(logits, temperature, *filters(sampling, logits.device))
 
 
 def filtered_logits(

@@ -565,7 +565,7 @@ def sample_round(
     # Engines retain the key-value cache of interrupted requests, which exist only in the open order.
     cached_on = None
     if is_open:
-        cached_on = _cached_on(engine, layout, all_ranks)
+        cached_on = _gather_cached_sequences(engine, layout, all_ranks)
     if max_in_flight is None:
         max_in_flight = engine.most_rows
     queue = ReplicaQueue(
@@ -659,7 +659,7 @@ def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[i
     return enough_groups_finished(finished, generation_round.required, generation_round.batch_groups)
 
 
-def _cached_on(
+def _gather_cached_sequences(
     engine: Generator,
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,

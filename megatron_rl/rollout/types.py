@@ -53,7 +53,7 @@ class GenerationRequest:
 
     turn_tokens: int = 0
     """Number of tokens at the end of ``tokens`` that belong to the turn which the request continues. Stop
-    texts are searched only in this turn."""
+    texts are searched only in this turn, and schedules over tokens count from its start."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Completion:
     """``FINISH_STOP``, ``FINISH_LENGTH`` (the request's limit was reached), or ``FINISH_FAILED``."""
 
     support: abc.Sequence[abc.Sequence[int]] = ()
-    """Support of each sampled token: the token ids that passed the filters. Empty without filters."""
+    """Support of each sampled token: the token ids that passed the filters, none for the full vocabulary.
+    Empty without filters."""
 
     experts: Tensor | None = None
     """[tokens, layers, experts per token] int16: the experts to which each token of request and completion

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_rl.shapes.layout import ParallelLayout
@@ -19,12 +20,12 @@ MEGATRON = "megatron"
 DDP = "ddp"
 """Section of fields of Megatron's DistributedDataParallelConfig."""
 LAYERS = "layers"
-"""Section of choices of a layer that no field expresses."""
+"""Section of choices between implementations of a layer, for which Megatron has no field."""
 ENVIRONMENT = "environment"
 """Section of environment variables."""
 
 HOPPER = 90
-"""Compute capability x 10 that an accelerator of unknown kind is taken for."""
+"""Compute capability x 10 that is assumed for an accelerator of unknown kind."""
 
 _CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "H800": 90, "H20-": 90, "B200": 100, "GB200": 100}
 """Prefix of a GPU's name in constants.json -> its compute capability x 10."""
@@ -93,14 +94,22 @@ class AcceleratedRole:
         if self.shape.sinks:
             return "torch"
 
+        # Sizes of keys and values of each kind of attention in the model.
+        shape = self.shape
+        head_sizes = [
+            (mixer.key_size(shape), mixer.value_size(shape))
+            for mixer in shape.mixers
+            if mixer.key_value_heads(shape)
+        ]
+        sizes = list(chain.from_iterable(head_sizes))
+
         # The last entry that applies to this capability.
-        heads = (self.shape.qk_dim, self.shape.value_dim)
         max_head = 0
         for capability, size in _LARGEST_FUSED_HEAD.items():
             if capability <= self.capability:
                 max_head = size
-        has_kernel = max(heads) <= max_head
-        if heads == _LATENT_HEADS and HOPPER <= self.capability < 120:
+        has_kernel = max(sizes, default=0) <= max_head
+        if head_sizes == [_LATENT_HEADS] and HOPPER <= self.capability < 120:
             has_kernel = True
 
         # cuDNN's backward pass has a deterministic kernel only for Hopper.
@@ -108,7 +117,7 @@ class AcceleratedRole:
             has_kernel = False
 
         # cuDNN's kernels need heads whose size is a multiple of 8.
-        if has_kernel and not any(size % 8 for size in heads):
+        if has_kernel and not any(size % 8 for size in sizes):
             return "fused"
         if self.capability < HOPPER and self.has_flash_attention:
             return "flash"
@@ -120,7 +129,7 @@ class AcceleratedJob:
     """All roles of a job on accelerators, as far as environment variables depend on them."""
 
     layouts: Mapping[str, ParallelLayout]
-    """Role -> layout, of the models that Megatron computes."""
+    """Role -> layout of its model, for roles whose models Megatron computes (not vLLM)."""
     captures_all_reduce: bool
     """Whether vLLM shares buffers of CUDA graphs between tensor-parallel ranks for its own all-reduce, which
     needs memory without expandable segments."""
@@ -185,7 +194,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "apply_rope_fusion",
         True,
         "Transformer Engine's layers without latent attention",
-        lambda role: role.fused and not role.shape.mla,
+        lambda role: role.fused and all(mixer.fuses_rotary for mixer in role.shape.mixers),
         "one kernel rotates queries and keys, instead of five passes over them",
     ),
     AcceleratorDefault(
@@ -253,7 +262,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "communication starts before the product that hides it; alone it would only hold kernels back",
     ),
 )  # fmt: skip
-"""Rows with one key exclude each other."""
+"""The defaults; of the rows with the same key, the condition of at most one is fulfilled."""
 
 STAYS_OFF: Mapping[str, str] = {
     "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
@@ -273,7 +282,11 @@ def applicable_rows(
     section: str | None = None,
     explicit: Mapping[str, Any] | None = None,
 ) -> Iterator[AcceleratorDefault]:
-    """Yield the rows of `DEFAULTS` that apply, of one section or all, without keys that ``explicit`` has."""
+    """Yield the rows of `DEFAULTS` that apply to a role or a job.
+
+    ``section``: section of the rows, or None for all sections. ``explicit``: settings of the user, whose keys
+    are omitted.
+    """
     # Environment variables belong to a job, all other rows to a role.
     is_job = isinstance(subject, AcceleratedJob)
     for row in DEFAULTS:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.fused_experts import FusedExperts
 from megatron_rl.shapes.model import ModelShape
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -21,7 +22,7 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of rotary angles that do not depend on the sequence length."""
 LARGEST = 1 << 40
-"""Largest size that is accepted: far beyond any real model."""
+"""Largest size in a config.json that is accepted: far beyond any real model."""
 
 
 @dataclass
@@ -41,14 +42,14 @@ class ConfigReader:
     """Missing and unsupported values."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default for an absent or null one."""
+        """Return the value of a key, or ``default`` if the key is absent or null."""
         value = self.config.get(key)
         if value is None:
             return default
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; record an error and return 1 for anything else."""
+        """Return the positive integer at a key; record an error and return 1 for any other value."""
         # JSON's true and false are integers in Python.
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
@@ -70,17 +71,17 @@ class ConfigReader:
         return 1
 
     def count(self, key: str) -> int:
-        """Return a positive integer, or 0 for an absent, null or zero value."""
+        """Return the positive integer at a key, or 0 if the value is absent, null or zero."""
         if not self.config.get(key):
             return 0
         return self.size(key)
 
     def flag(self, key: str) -> bool:
-        """Return a truth value; absent is false."""
+        """Return whether the value at a key is true; an absent one is false."""
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
-        """Record the error of an unsupported value."""
+        """Record the error of the unsupported value at ``key``."""
         self.errors.append(
             UserError(
                 message,
@@ -92,7 +93,7 @@ class ConfigReader:
         )
 
     def allow(self, key: str, *values: Any) -> None:
-        """Record an error for any value but these; None allows an absent key."""
+        """Record an error if the value at a key is not in ``values``; None permits an absent key."""
         value = self.config.get(key)
         if value not in values:
             expected = " or ".join(_as_json(allowed) for allowed in values)
@@ -100,7 +101,7 @@ class ConfigReader:
 
 
 def _as_json(value: Any) -> str:
-    """Format a value as JSON writes it."""
+    """Format a value as JSON text."""
     return json.dumps(value)
 
 
@@ -140,14 +141,16 @@ class Family:
     renamed: Sequence[tuple[str, str]] = ()
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
-    """Rotary angles may apply to a part of each head only."""
+    """Whether rotary angles may apply to only a part of each head."""
+    rope_types: Sequence[str] = ()
+    """Types of rotary scaling beyond `ROPE_TYPES`."""
     features: Sequence[str] = ()
-    """Names in `megatron.features.FEATURES` of what neither Megatron's settings nor blocks express."""
+    """Names in `megatron.features.FEATURES` of computations for which neither Megatron's settings nor a
+    block exist."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
-    interleaved_experts: bool = False
-    """A checkpoint has a layer's experts in one tensor, transposed, in which rows of gate and up alternate
-    (see `shapes.fused_experts`)."""
+    fused_experts: FusedExperts | None = None
+    """Form in which checkpoints have the experts of a layer in one tensor; None for a tensor per expert."""
     copied: Sequence[str] = ()
     """Parts of the names of tensors that are not trained; exports copy them from the starting model."""
     engine_family: str = ""
@@ -168,12 +171,15 @@ class Family:
         return name
 
     def normal(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a normalised config.json: one spelling of every key, and defaults for absent ones."""
+        """Normalise a config.json: rename aliases of keys, and add the defaults of absent keys."""
         spelled = {self.aliases.get(key, key): value for key, value in config.items()}
         return {**DEFAULTS, **self.defaults, **spelled}
 
     def shape(self, reader: ConfigReader) -> ModelShape:
-        """Return the shape of a normalised config.json; errors are collected in ``reader.errors``."""
+        """Return the shape of the model that a normalised config.json describes.
+
+        Errors are collected in ``reader.errors``, and the shape is then not meaningful.
+        """
         config = reader.config
         sizes = common_sizes(reader)
 
@@ -183,12 +189,13 @@ class Family:
             reader.refuse(
                 f"the activation {activation!r} is not supported", "hidden_act", ", ".join(ACTIVATIONS)
             )
-        unsupported = sorted(set(rope_types(config)) - set(ROPE_TYPES))
+        supported = (*ROPE_TYPES, *self.rope_types)
+        unsupported = sorted(set(rope_types(config)) - set(supported))
         if unsupported:
             reader.refuse(
                 f"RoPE scaling of type {unsupported[0]!r} is not supported",
                 "rope_parameters",
-                ", ".join(ROPE_TYPES),
+                ", ".join(supported),
             )
 
         # Later entries take precedence: a family's own structure overrides the common reading.
@@ -234,7 +241,7 @@ def common_sizes(reader: ConfigReader) -> dict[str, int]:
 
 
 def latent_sizes(reader: ConfigReader) -> Fields:
-    """Read the sizes of multi-head latent attention."""
+    """Read the sizes of multi-head latent attention: fields of `ModelShape`."""
     return {
         "q_lora": reader.count("q_lora_rank"),
         "kv_lora": reader.size("kv_lora_rank"),
@@ -267,13 +274,21 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
     return parameters.get(layer_type, parameters)
 
 
-def rotary_fraction(config: Mapping[str, Any]) -> float:
-    """Return the fraction of each head, its first dimensions, to which rotary angles apply."""
+def rotary_fraction(config: Mapping[str, Any], layer_type: str = "full_attention") -> float:
+    """Return the fraction of each head, its first dimensions, to which rotary angles apply.
+
+    ``layer_type`` is the type of layer, if these have separate rotary parameters.
+    """
+    parameters = rope_parameters(config, layer_type)
+    # The angles of the other dimensions are zero, so that all of a head rotates.
+    if parameters.get("rope_type") == "proportional":
+        return 1.0
+
     fallback = config.get("partial_rotary_factor", 1.0)
     # MiniMax-M2 is published with the number of dimensions instead.
     if config.get("rotary_dim") and config.get("head_dim"):
         fallback = config["rotary_dim"] / config["head_dim"]
-    return float(rope_parameters(config).get("partial_rotary_factor", fallback))
+    return float(parameters.get("partial_rotary_factor", fallback))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
@@ -309,7 +324,11 @@ def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
 
 
 def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
-    """Read a mixture of experts; ``count`` and ``width`` are the keys of the experts' number and width."""
+    """Read the fields of a mixture of experts.
+
+    ``count`` and ``width``: keys of config.json with the number of experts and the width of one.
+    ``dense_layers``: layers with a dense MLP instead.
+    """
     return {
         "experts": reader.size(count),
         "experts_per_token": reader.size("num_experts_per_tok"),
@@ -398,7 +417,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
             "linear_num_value_heads",
             f"a multiple of linear_num_key_heads, {fields['linear_k_heads']}",
         )
-    return {**fields, "qk_norm": True, "output_gate": True}
+    return {**fields, "qk_norm": True, "output_gate": True, "centered_norms": True}
 
 
 def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
@@ -497,9 +516,9 @@ def biased_router() -> Fields:
 
 
 def gemma_structure(reader: ConfigReader) -> Fields:
-    """Read the structure that Gemma 2 and 3 have in common."""
+    """Read the structure that Gemma 2 and 3 share: biases, post-norms, and norm weights around 1."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "post_norms": True}
+    return {**attention_bias(reader), "post_norms": True, "centered_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:

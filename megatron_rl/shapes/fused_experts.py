@@ -1,13 +1,14 @@
 """Checkpoints that store all experts of a layer in one tensor, read and written as one tensor per expert.
 
 Everything that trains or samples names the experts' tensors one by one, ``experts.3.gate_proj.weight``. A
-`TensorLocation` locates such a tensor in the stored ones.
+`TensorLocation` locates such a tensor in the stored ones, which have the form of a `FusedExperts`. Boxes are
+those of the experts' tensors, since alternating rows of a stored tensor would be a box each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +17,33 @@ Shape = tuple[int, ...]
 _STORED = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)$"
 )
-"""Name of one matrix, or bias, of all routed experts of a layer; of blocks and scales in 4 bits."""
+"""Pattern of the name of a stored matrix or bias of all routed experts of a layer, or of its 4-bit blocks or
+scales."""
 BLOCKS = "_blocks"
-"""End of the name of a matrix in mxfp4."""
+"""End of the name of a matrix that is stored in mxfp4 (numbers of 4 bits)."""
 SCALES = "_scales"
-"""End of the name of its scales."""
+"""End of the name of the scales of a matrix in mxfp4."""
+_DIMENSIONS = {"": 3, "_bias": 2, BLOCKS: 4}
+"""Kind of a stored tensor by the end of its name -> number of its dimensions."""
 _EXPERT = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$"
 )
-"""Name of one expert's tensor."""
+"""Pattern of the name of a tensor of one routed expert."""
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """Form of checkpoints that store each matrix of a layer's routed experts in one tensor.
+
+    Example: ``FusedExperts(transposed=True, interleaved=True)`` for gpt-oss. ``FusedExperts()`` is the form
+    in which transformers has the weights in memory.
+    """
+
+    transposed: bool = False
+    """Whether matrices are [experts, in, out] instead of [experts, out, in]. Biases are always [experts,
+    out]."""
+    interleaved: bool = False
+    """Whether outputs of gate and up alternate; otherwise all outputs of the gate come before those of up."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +62,16 @@ class TensorLocation:
     begin: int = 0
     """First row of the part."""
     end: int = 0
-    """Row after the part."""
+    """Row after the last row of the part."""
     step: int = 1
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False
-    """The part is transposed: its rows are columns of the stored tensor."""
+    """Whether the part is transposed: its rows are columns of the stored tensor."""
     blocks: bool = False
-    """A row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
+    """Whether a row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
     def shape(self, stored: Shape) -> Shape:
-        """Return the shape of the part of a tensor of the shape ``stored``."""
+        """Return the shape of the located part; ``stored`` is the shape of the complete stored tensor."""
         if self.expert is None:
             return stored
         rows = len(range(self.begin, self.end, self.step))
@@ -63,7 +82,7 @@ class TensorLocation:
         return (rows, *stored[2:])
 
     def part(self, stored: Any) -> Any:
-        """Return the part of a stored tensor, as a view."""
+        """Return the located part of a ``stored`` tensor, as a view."""
         if self.expert is None:
             return stored
         rows = stored[self.expert]
@@ -72,13 +91,13 @@ class TensorLocation:
         return rows[self.begin : self.end : self.step]
 
 
-def transposed_location(name: str, shape: Shape, interleaved: bool = True) -> TensorLocation:
-    """Return the location at which one expert's tensor of this ``name`` and ``shape`` is stored.
+def expert_location(name: str, shape: Shape, form: FusedExperts) -> TensorLocation:
+    """Return the location at which a checkpoint stores the tensor of this ``name`` and ``shape``.
 
-    A matrix is stored as [experts, in, out]: with alternating outputs of gate and up if ``interleaved``, as
-    gpt-oss has them, otherwise with all outputs of gate first, as Qwen3-VL-MoE has them.
+    A tensor outside of routed experts is stored as it is.
 
-    >>> transposed_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
+    >>> form = FusedExperts(transposed=True, interleaved=True)
+    >>> expert_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,), form)
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
 transposed=False, blocks=False)
     """
@@ -93,7 +112,7 @@ transposed=False, blocks=False)
     if match["matrix"] != "down":
         stored = "gate_up_proj"
         is_up = match["matrix"] == "up"
-        if interleaved:
+        if form.interleaved:
             begin = int(is_up)
             end = shape[0] * 2
             step = 2
@@ -101,60 +120,122 @@ transposed=False, blocks=False)
             begin = shape[0]
             end = shape[0] * 2
 
-    transposed = match["kind"] == "weight"
-    if not transposed:
+    transposed = form.transposed
+    if match["kind"] == "bias":
         stored += "_bias"
+        transposed = False
     name = match["experts"] + stored
     return TensorLocation(name, int(match["expert"]), begin, end, step, transposed)
 
 
-def stored_shapes(shapes: Mapping[str, Shape], interleaved: bool = True) -> dict[str, Shape]:
-    """Return the shapes of the stored tensors (`transposed_location`) for those of ``shapes``, in order."""
+def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dict[str, Shape]:
+    """Return the shapes of a checkpoint's tensors (`expert_location`) for those of ``shapes``, in order.
+
+    ``form`` is None for a checkpoint with a tensor per expert.
+    """
+    if form is None:
+        return dict(shapes)
+
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        location = transposed_location(name, shape, interleaved)
+        location = expert_location(name, shape, form)
         if location.expert is None:
             stored[name] = shape
             continue
 
-        # The last expert has the highest index.
+        # The last expert has the highest index, and up ends after gate.
         experts = location.expert + 1
         if location.transposed:
             stored[location.name] = (experts, shape[1], location.end)
         else:
-            stored[location.name] = (experts, location.end)
+            stored[location.name] = (experts, location.end, *shape[1:])
     return stored
 
 
-def expert_tensors(stored: str, shape: Shape, interleaved: bool = True) -> dict[str, TensorLocation]:
-    """Return the tensors of the model in a stored one (`transposed_location`), with the location of each.
+def expert_tensors(stored: str, shape: Shape, form: FusedExperts) -> dict[str, TensorLocation]:
+    """Return the tensors of the model in a stored one (`expert_location`), with the location of each.
 
     A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are not
     a tensor of the model.
 
-    >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 32, 64)))
+    >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 64, 32), FusedExperts()))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
     """
     match = _STORED.match(stored)
-    if match is None:
+    if match is not None and match["kind"] == SCALES:
+        return {}
+    if match is None or len(shape) != _DIMENSIONS[match["kind"]]:
         return {stored: TensorLocation(stored)}
 
     matrices = ("down_proj",)
     if match["matrix"] == "gate_up_proj":
         matrices = ("gate_proj", "up_proj")
-    if match["kind"] == SCALES:
-        return {}
     kind = "weight"
     if match["kind"] == "_bias":
         kind = "bias"
     blocks = match["kind"] == BLOCKS
-    outputs = shape[1] if blocks else shape[-1]
+    if blocks:
+        form = replace(form, transposed=False)
+    outputs = shape[1]
+    if form.transposed and kind == "weight":
+        outputs = shape[2]
+
     locations: dict[str, TensorLocation] = {}
     for expert in range(shape[0]):
         for matrix in matrices:
             name = f"{match['experts']}{expert}.{matrix}.{kind}"
-            location = transposed_location(name, (outputs // len(matrices),), interleaved)
-            if blocks:
-                location = replace(location, name=stored, transposed=False, blocks=True)
-            locations[name] = location
+            location = expert_location(name, (outputs // len(matrices),), form)
+            locations[name] = replace(location, name=stored, blocks=blocks)
     return locations
+
+
+def locate_tensors(
+    stored_names: Mapping[str, str],
+    shape_of: Callable[[str], Shape],
+    form: FusedExperts | None,
+    hidden: int,
+) -> dict[str, TensorLocation]:
+    """Return the location of each tensor of a model in the tensors of its checkpoint.
+
+    ``stored_names`` maps the names of tensors, without the prefix of a multimodal checkpoint, to their stored
+    names, and ``shape_of`` returns the shape of a stored one. ``form`` is how the family's checkpoints store
+    experts. If it is None, any of them may be stored in one tensor all the same, and ``hidden``, the width of
+    the model, shows whether it is transposed.
+
+    >>> names = {"model.norm.weight": "model.language_model.norm.weight"}
+    >>> locate_tensors(names, len, None, 8)["model.norm.weight"].name
+    'model.language_model.norm.weight'
+    """
+    locations: dict[str, TensorLocation] = {}
+    fused: list[str] = []
+    for name, stored in stored_names.items():
+        if _STORED.match(name):
+            fused.append(name)
+        else:
+            locations[name] = TensorLocation(stored)
+
+    if form is None:
+        form = _detect_form({name: shape_of(stored_names[name]) for name in fused}, hidden)
+    for name in fused:
+        stored = stored_names[name]
+        for own_name, location in expert_tensors(name, shape_of(stored), form).items():
+            locations[own_name] = replace(location, name=stored)
+    return locations
+
+
+def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
+    """Return the form of stored matrices, in which outputs of gate and up do not alternate, by their shapes.
+
+    ``hidden`` is the width of the model.
+    """
+    for name, shape in shapes.items():
+        # A square matrix does not show it. The other one of the layer does: it is half or twice as wide.
+        if len(shape) != 3 or shape[1] == shape[2]:
+            continue
+
+        # Outputs of down, and inputs of gate and up, have the width of the model.
+        hidden_dim = 2
+        if name.endswith("down_proj"):
+            hidden_dim = 1
+        return FusedExperts(transposed=shape[hidden_dim] != hidden)
+    return FusedExperts()

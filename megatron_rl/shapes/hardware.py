@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.error_forms import missing_file, unknown_choice, unreadable_file
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, missing_file, nearest, unknown_choice, unreadable_file
 from megatron_rl.shapes.pretrained import read_json_object
 
 GB = 1e9
@@ -24,9 +23,9 @@ GB = 1e9
 _LARGEST_FACTOR = 1000.0
 """Largest factor between a constant and the packaged one, up or down; beyond it the unit must be wrong."""
 _NOTES = ("comment", "calibrated_from", "sources")
-"""Keys of a constants file that are not constants."""
+"""Keys of a constants file that contain notes for readers instead of constants."""
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
-"""Bytes of a weight by precision."""
+"""Precision -> bytes of one model weight."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of a job."""
+    """Homogeneous GPUs of a job: their type and number, and the network between their nodes."""
 
     gpu: Gpu
     num_gpus: int
-    """GPUs of the job."""
+    """Number of GPUs of the job."""
     gpus_per_node: int
     """GPUs of a node."""
     network: float
@@ -92,18 +91,18 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Return the number of GPUs that NVLink connects."""
+        """Return the number of GPUs in one NVLink domain: those of a node, or of several."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Set of constants in the groups of constants.json."""
+    """Constants of the predictions of seconds and memory, in the groups of constants.json."""
 
     gpus: Mapping[str, Gpu]
-    """GPUs by name."""
+    """Name -> GPU."""
     aliases: Mapping[str, str]
-    """Name of a GPU by any of its names, in lower case."""
+    """Name or alias of a GPU in lower case -> its name in ``gpus``."""
     efficiency: SimpleNamespace
     """Fractions of a peak that kernels and links reach."""
     decode: SimpleNamespace
@@ -162,12 +161,12 @@ class Machine:
 
     @property
     def gpu(self) -> Gpu:
-        """Return the GPU of the cluster."""
+        """Return the type of the cluster's GPUs."""
         return self.cluster.gpu
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of one weight."""
+        """Return how many bytes one model weight occupies at the machine's precision."""
         return PRECISION_BYTES.get(self.precision, 2)
 
     @property
@@ -182,7 +181,7 @@ class Machine:
 
 
 def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
-    """Convert an entry of constants.json to FLOP/s, bytes/s and bytes."""
+    """Convert an entry of constants.json, such as teraFLOP/s and gigabytes, to FLOP/s, bytes/s and bytes."""
     return Gpu(
         name=name,
         bf16_flops=data["bf16_tflops"] * 1e12,
@@ -253,7 +252,7 @@ def _object(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
-    """Return a value that can replace the packaged one; raises UserError for any other."""
+    """Return ``value`` if it can replace the packaged one at ``path``; raises UserError if it cannot."""
     # Flags and lists of aliases have no order of magnitude.
     if isinstance(packaged_value, bool | list):
         strings_only = not isinstance(value, list) or all(isinstance(item, str) for item in value)
@@ -277,7 +276,7 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
 
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
-    """Return the error of a constant."""
+    """Return the error of a value that the planner constant at ``path`` cannot have."""
     return UserError(
         f"the planner constant {path!r} cannot have this value",
         where=path,
@@ -288,7 +287,7 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 
 
 def build(data: Mapping[str, Any]) -> Constants:
-    """Convert the mapping of constants.json to `Constants`."""
+    """Construct `Constants` from a mapping with the structure of constants.json."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
 
     # A GPU is found by its name and its aliases, in any case.

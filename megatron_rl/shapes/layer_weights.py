@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
-"""Scalar head, which returns one number per token instead of a distribution."""
+"""Checkpoint name of the scalar head, which returns one number per token instead of a distribution."""
+
+BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
+"""Last parts of the names, in Megatron and in transformers, of weights that modules have as buffers.
+
+No optimizer updates them. They are loaded, synced, saved and exported as parameters are.
+"""
 
 Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
@@ -56,27 +62,31 @@ class Source:
     engine: EngineCut = "whole"
     """How vLLM shards the tensor."""
     float32: bool = False
-    """The values are float32 in a model of any dtype."""
+    """Whether the values are float32 in a model of any dtype."""
     first: int = 0
     """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
     runs: int = 1
     """Number of equal runs of rows that make up the source, in a tensor that interleaves sources by head."""
     pitch: int = 0
     """Rows from the start of one run to the start of the next."""
+    heads: int = 0
+    """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
+    engine_copies: int = 1
+    """Times that vLLM stores the tensor: 2 for keys that are values too."""
 
     @property
     def elements(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the source, before any sharding."""
         return math.prod(self.shape)
 
     @property
     def run_rows(self) -> int:
-        """Return the rows of one run."""
+        """Return the number of rows in each of the source's ``runs``."""
         return self.shape[0] // self.runs
 
     @property
     def end(self) -> int:
-        """Return the number of rows of the checkpoint tensor up to the end of the source."""
+        """Return the row of the checkpoint tensor at which the source ends."""
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
     def pieces(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
@@ -115,12 +125,22 @@ class Weight:
     fused: str = ""
     """Name in layers in which Transformer Engine fuses modules; empty if it is ``name``."""
     expert: bool = False
-    """The parameter exists once per routed expert."""
+    """Whether the parameter exists once per routed expert."""
+
+    @property
+    def is_buffer(self) -> bool:
+        """Return whether the weight is a buffer of its module, which no optimizer updates."""
+        return is_buffer(self.name)
 
     @property
     def elements(self) -> int:
-        """Return the number of elements before any sharding."""
+        """Return the number of elements of the parameter, before any sharding."""
         return sum(source.elements for source in self.sources)
+
+    @property
+    def groups(self) -> int:
+        """Return how many key-value groups interleave the rows of a ``query_key_value`` parameter."""
+        return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:
         """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""
@@ -138,10 +158,22 @@ class Weight:
         return (rows // shards, *trailing)
 
 
+def is_buffer(name: str) -> bool:
+    """Return whether a weight, by its name in Megatron or transformers, is one of `BUFFERS`.
+
+    >>> is_buffer("decoder.layers.0.layer_scalar"), is_buffer("decoder.layers.0.mlp.linear_fc1.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in BUFFERS
+
+
 def layer_weights(shape: ModelShape, block: Block) -> tuple[Weight, ...]:
     """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
     norms = _norms(shape, block.mixer.first_projection)
-    return (*norms, *block.mixer.weights(shape), *block.feed_forward.weights(shape))
+    scalars: tuple[Weight, ...] = ()
+    if shape.layer_scalars:
+        scalars = (Weight("layer_scalar", "whole", (Source("layer_scalar", (1,)),)),)
+    return (*norms, *block.mixer.weights(shape), *block.feed_forward.weights(shape), *scalars)
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:

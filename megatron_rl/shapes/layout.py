@@ -47,7 +47,7 @@ _PROCESS_GROUPS = {
 }
 """Name of the process groups of a model -> dimensions that they span."""
 LISTED_RANKS = 8
-"""Ranks that an error lists before it abbreviates."""
+"""Maximum number of ranks that an error lists; further ones are abbreviated."""
 
 
 class Coordinates(NamedTuple):
@@ -85,18 +85,18 @@ class ParallelLayout:
     expert_tensor: int = 1
     """Tensor-parallel size inside each routed expert."""
     sequence_parallel: bool = False
-    """Activations between layers are sharded over the tensor-parallel ranks by tokens."""
+    """Whether activations between layers are sharded by tokens over the tensor-parallel ranks."""
     path: str = "layout"
     """Configuration path that errors name."""
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the role."""
         return len(self.ranks)
 
     @property
     def model_ranks(self) -> int:
-        """Return the ranks of one model replica: tensor x pipeline x context."""
+        """Return the number of ranks of one model replica: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -108,7 +108,7 @@ class ParallelLayout:
 
     @property
     def data(self) -> int:
-        """Return the data-parallel size."""
+        """Return the data-parallel size: the number of model replicas among the role's ranks."""
         return self.size // self.model_ranks
 
     @property
@@ -132,7 +132,7 @@ class ParallelLayout:
         return Coordinates(tensor, context, data, pipeline)
 
     def rank_of(self, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
-        """Return the global rank at these coordinates."""
+        """Return the global rank of the role at these coordinates."""
         index = ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
         return self.ranks[index]
 
@@ -172,7 +172,7 @@ class ParallelLayout:
         return groups
 
     def outputs(self) -> tuple[int, ...]:
-        """Return for each data-parallel replica the one rank that holds the model's outputs."""
+        """Return, for each data-parallel replica, the rank on which the model's outputs are available."""
         last_stage = self.pipeline - 1
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
@@ -268,7 +268,7 @@ def problems(
 
 
 def _size_problems(layout: ParallelLayout) -> list[UserError]:
-    """Return an error for each size below 1."""
+    """Return an error for each parallel size of a layout that is below 1."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     return [
         UserError(
@@ -332,7 +332,10 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error for a number of ranks that is not a multiple of the ranks of a model replica."""
+    """Return the error of a number of ranks that model replicas do not divide evenly, or no error.
+
+    ``smallest_world``: smallest number of processes that every role's sizes divide, or None if unknown.
+    """
     product = layout.model_ranks
     if layout.size % product == 0:
         return []
@@ -360,7 +363,7 @@ def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[U
 
 
 def _count_ranks(layout: ParallelLayout) -> str:
-    """Format the number of ranks, as in ``1 rank`` and ``8 ranks``."""
+    """Format the number of a layout's ranks, as in ``1 rank`` and ``8 ranks``."""
     if layout.size == 1:
         return "1 rank"
     return f"{layout.size} ranks"
@@ -378,7 +381,7 @@ LOSS = "account_for_loss_in_pipeline_split"
 STAGE_SETTINGS = (FIRST, LAST, EMBEDDING, LOSS)
 """Megatron's settings for uneven pipeline stages."""
 LISTED_DIVISORS = 12
-"""Divisors of the number of layers that an error lists."""
+"""Maximum number of divisors of the number of layers that an error lists."""
 
 
 def stage_layers(
@@ -619,14 +622,15 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return the errors of a model in the layout of the rollout engine."""
     errors = _head_problems(shape, layout)
-    if shape.sinks and layout.tensor > shape.kv_heads:
+    kv_heads = min(mixer.key_value_heads(shape) for mixer in shape.mixers)
+    if shape.sinks and layout.tensor > kv_heads:
         # Its model has no key-value head left for a rank (seen in vLLM 0.32).
         key = f"{layout.path}.tensor"
         errors.append(
             UserError(
                 "vLLM computes attention with sinks on at most one rank for each key-value head",
                 where=key,
-                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+                expected=f"at most {kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
                 fix=f"set {key} to {shape.best_tensor(layout.tensor)}",
             )
@@ -666,8 +670,10 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
                 return [_indivisible(heads, noun, tensor, tensor_key, tensor_fix)]
 
     # With fewer key-value heads than ranks, equally many ranks must share each head.
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        return [_indivisible(shape.kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
+    for mixer in shape.mixers:
+        kv_heads = mixer.key_value_heads(shape)
+        if kv_heads and kv_heads % tensor and tensor % kv_heads:
+            return [_indivisible(kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
     return []
 
 

@@ -26,7 +26,7 @@ TARGETS = (*ATTENTION, *MLP)
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Prefix of a checkpoint's own names in PEFT's files."""
+"""Prefix that PEFT's files put before the names of a checkpoint's modules."""
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates (vllm/config/lora.py, MaxLoRARanks); others are rounded up."""
 ADAPTER = "adapter"
@@ -34,19 +34,19 @@ ADAPTER = "adapter"
 
 
 class Lora(NamedTuple):
-    """Adapters of a model.
+    """Sizes and positions of a model's adapters.
 
     Example: ``Lora(16, ("linear_qkv", "linear_proj"))``.
     """
 
     rank: int
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     targets: tuple[str, ...]
     """Megatron's linear layers with an adapter, of `TARGETS`."""
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
-        """Return a model's adapters, by default in the layers of `default_targets`."""
+        """Return a model's adapters of ``rank`` in the layers ``targets``, by default `default_targets`."""
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
@@ -65,7 +65,7 @@ class AdaptedModel(PretrainedModel):
     """
 
     rank: int = 1
-    """Rows of A and columns of B."""
+    """Rank of the adapters: the number of rows of A, and of columns of B."""
     alpha: float = 1.0
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class AdaptedModel(PretrainedModel):
     """Checksum of the base weights, or None if it is unknown."""
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
-        """Return the parameters of a layer's adapters."""
+        """Return the parameters A and B of all adapters of a layer, in the order of its linear layers."""
         return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
@@ -83,7 +83,7 @@ class AdaptedModel(PretrainedModel):
 
     @property
     def engine_rank(self) -> int:
-        """Return the adapter rank that vLLM must allocate."""
+        """Return the adapter rank that vLLM must allocate: the smallest of `ENGINE_RANKS` that suffices."""
         # `check` refuses ranks above the largest.
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
@@ -92,7 +92,7 @@ class AdaptedModel(PretrainedModel):
         return sorted({name.split(".")[-3] for name in self.tensor_shapes()})
 
     def peft_config(self) -> dict[str, Any]:
-        """Return the content of PEFT's configuration file."""
+        """Return the content of PEFT's configuration file, adapter_config.json."""
         # PEFT declares an integer.
         alpha: float = self.alpha
         if alpha.is_integer():
@@ -137,7 +137,8 @@ def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]
 
 def _target_of(weight: Weight) -> str | None:
     """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
-    *_, layer, parameter = weight.name.split(".")
+    module, _, parameter = weight.name.rpartition(".")
+    layer = module.rpartition(".")[2]
     # Biases have no adapter.
     if parameter == "weight" and layer in TARGETS:
         return layer
@@ -145,9 +146,10 @@ def _target_of(weight: Weight) -> str | None:
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return A and B of a linear layer.
+    """Return the parameters A and B of the adapter of a linear layer.
 
-    In a layer that is sharded by columns A is sharded, in any other layer B, by the layer's own rows.
+    In a layer that is sharded by columns, A is sharded in the same way. In any other layer B is sharded, by
+    the layer's rows.
     """
     input_sharded = weight.cut == "columns"
     a_cut: Cut = "stacked"
@@ -207,7 +209,7 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Return whether every routed expert has an adapter."""
+    """Return whether a model with adapters on ``targets`` has one on every routed expert."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
@@ -241,7 +243,10 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Count the base parameters of the layers' targets on one rank of a pipeline stage."""
+    """Count the base parameters of adapted linear layers (``targets``) on one rank.
+
+    The rank belongs to a pipeline stage with these ``layers``. The result is (outside, in) routed experts.
+    """
     weights = [weight for layer in layers for weight in shape.weights(layer) if _target_of(weight) in targets]
     return sum(_local_elements(weights, _ShardCounts.of(shape, layout)))
 

@@ -30,15 +30,16 @@ NETWORK_PEERS_BYTES = 128 * 2**20
 These peers share a pool for each direction: 32 channels of 16 steps of 128 KiB (NCCL, src/transport/net.cc).
 """
 LOGITS_ELEMENTS = 2**25
-"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, for a vocabulary of any size."""
+"""Number of logits in one chunk of a vocabulary shard: 128 MiB in float32, for a vocabulary of any size."""
 TILE_TOKENS = 4096
-"""Largest number of tokens whose logits the backward pass of a half-precision model has at once."""
+"""Maximum number of tokens in a tile of logits, which the backward pass of a half-precision model computes
+at once."""
 
 
 def stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
 ) -> tuple[int, int]:
-    """Return the dense and the expert parameters on one rank of a pipeline stage with these layers.
+    """Return the parameters outside and in routed experts on one rank of a pipeline stage with these layers.
 
     A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
     replicated, as in Transformer Engine; Megatron's own layers shard them.
@@ -71,9 +72,11 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     ``expert`` is the number of ranks over which routed experts are distributed, if larger than ``tensor``.
     """
     # With fewer key-value heads than ranks, each head has equally many copies.
-    copies = max(1, tensor // shape.kv_heads)
     replicated = shape.replicated_parameters
-    sharded = shape.layer_dense_total - replicated + shape.key_value_parameters * (copies - 1)
+    sharded = shape.layer_dense_total - replicated
+    for (heads, stored), parameters in shape.key_value_parameters.items():
+        copies = stored * max(1, tensor // heads)
+        sharded += parameters * (copies - 1)
     layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 
     # Embedding and output layer, unless they share their parameters.
@@ -115,16 +118,17 @@ def saved_activation_bytes(
 
 
 def _saved_by_norms(layer: LocalLayer) -> float:
-    """Count the elements that the norms of a layer save, per token on a rank, with their inputs."""
+    """Count the elements that a layer's norms and their inputs save, per token on a rank."""
     shape = layer.shape
     if layer.fused:
-        # Input and output of each norm: the output is the next projection's input.
+        # Input and output of each of two norms: the output is the next projection's input.
         tensors = 4
         if shape.pre_norms and shape.post_norms:
+            # Two more norms, of which only the inputs are saved.
             tensors = 6
         return tensors * shape.hidden / layer.token_shards
 
-    # Without a norm before it, a projection saves the residual stream.
+    # Without a norm before it, each of the first projections of the layer's two halves saves its input.
     elements = 2.0 * shape.hidden
     if shape.pre_norms:
         elements = 2 * layer.plain_norm(shape.hidden)
@@ -164,24 +168,27 @@ def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class Layers:
-    """Implementation of a model's layers, as far as their memory depends on it."""
+    """Implementation of a model's layers, on which their memory depends."""
 
     dtype_bytes: int = 2
     """Bytes of an element of the model's dtype."""
     fused: bool = True
-    """Transformer Engine's layers, otherwise this package's own."""
+    """Whether the layers are Transformer Engine's; otherwise they are this package's own (plain layers)."""
     recompute: str = "none"
     """Activation recomputation: ``none``, ``selective`` or ``full``."""
 
     def saved_bytes(self, shape: ModelShape, layout: ParallelLayout, block: Block, recompute: str) -> float:
-        """Return `saved_activation_bytes` of these layers in a layout."""
+        """Return the bytes per token that a layer with this block saves for the backward pass on a rank.
+
+        ``recompute`` replaces the field of the same name. See `saved_activation_bytes`.
+        """
         return saved_activation_bytes(
             shape, block, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
             self.dtype_bytes, self.fused,
         )  # fmt: skip
 
     def local_layer(self, shape: ModelShape, layout: ParallelLayout) -> LocalLayer:
-        """Return one layer on a rank of a layout."""
+        """Return a layer of this implementation as it is sharded on one rank of ``layout``."""
         return LocalLayer(
             shape,
             layout.tensor,
@@ -258,6 +265,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
     shard = shape.padded_vocab(layout.tensor) // layout.tensor
     # At least 64 tokens, however large the vocabulary, and at most the micro-batch.
     chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens / layout.context)
+    # Two copies of 4 bytes per logit.
     return chunk * shard * 4 * 2
 
 
@@ -274,6 +282,8 @@ def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float
     tile_tokens = min(local_tokens, TILE_TOKENS)
     rows = min(shard, max(64, LOGITS_ELEMENTS // shard) * shard / tile_tokens)
 
+    # The sum of hidden states' gradients is needed if the weight has several tiles of rows, the one of the
+    # rows' gradients if the micro-batch has several tiles of tokens.
     sums = 0.0
     if rows < shard:
         sums += local_tokens
@@ -284,16 +294,16 @@ def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """Storage of gradients and optimizer states."""
+    """Sharding, location and size of a role's gradients and optimizer states."""
 
     distributed: bool = True
-    """States are sharded over data-parallel ranks."""
+    """Whether optimizer states are sharded over data-parallel ranks."""
     offload: bool = False
-    """States are in host memory."""
+    """Whether optimizer states are in host memory."""
     gradient_bytes: float = 4
-    """Bytes of a gradient per parameter."""
+    """Bytes per parameter of its gradient."""
     state_bytes: float = 12
-    """Bytes of master weight and moments per parameter."""
+    """Bytes per parameter of its float32 master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +325,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        """Return the peak in bytes."""
+        """Return the peak memory of the rank in bytes: resident states, activations, logits and overhead."""
         return self.states + self.activations + self.logits + self.overhead
 
 
@@ -409,7 +419,7 @@ def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) ->
 
 
 def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Return the dense and the expert parameters on a rank of the stage that has the most."""
+    """Return the parameters outside and in routed experts on a rank of the stage that has the most."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [

@@ -22,7 +22,7 @@ from megatron_rl.shapes.blocks.mlp import Mlp
 from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element by the dtypes of a configuration."""
+"""dtype of a configuration -> bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class ModelShape:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key-value heads."""
+    """Key-value heads of layers whose block has no separate number (`Mixer.key_value_heads`)."""
     head_dim: int
-    """Size of a head of queries, keys and values; not used by latent attention."""
+    """Size of a head's query, key and value in layers whose block has no separate size (`Mixer.key_size`);
+    not used by latent attention."""
     mlp_width: int
     """Width of a dense MLP."""
     vocab: int
@@ -54,27 +55,31 @@ class ModelShape:
     max_positions: int = 1 << 40
     """Longest sequence, in tokens."""
     tied: bool = False
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     scalar_head: bool = False
-    """The head gives one number per token instead of logits: a critic or a reward model."""
+    """Whether the head gives one number per token instead of logits: a critic or a reward model."""
     gated: bool = True
-    """The MLP has three matrices (gate, up, down), not two."""
+    """Whether the MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
-    """Norms are LayerNorm with a bias, not RMSNorm."""
+    """Whether norms are LayerNorm with a bias, not RMSNorm."""
     pre_norms: bool = True
-    """Norms precede attention and MLP."""
+    """Whether norms precede attention and MLP."""
     post_norms: bool = False
-    """Norms follow attention and MLP, before their outputs are added to the residual stream."""
+    """Whether norms follow attention and MLP, before their outputs are added to the residual stream."""
+    centered_norms: bool = False
+    """Whether the weights of norms are stored as their difference from 1, and multiply in float32."""
     qkv_bias: bool = False
-    """The projections of queries, keys and values have biases."""
+    """Whether the projections of queries, keys and values have biases."""
     output_bias: bool = False
-    """Attention's output projection has a bias."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
-    """The matrices of a dense MLP have biases."""
+    """Whether the matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised, in each head or over all heads."""
+    """Whether queries and keys are normalised, in each head or over all heads."""
     whole_qk_norm: bool = False
-    """The norms of queries and keys are over all heads together."""
+    """Whether the norms of queries and keys are over all heads together."""
+    layer_scalars: bool = False
+    """Whether the output of each layer is multiplied by a scalar, which is not trained."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
@@ -86,11 +91,11 @@ class ModelShape:
     shared_width: int = 0
     """Width of a layer's shared experts together."""
     shared_gate: bool = False
-    """The output of the shared experts is gated."""
+    """Whether the output of the shared experts is gated."""
     router_bias: bool = False
-    """The router has biases that balance the load of the experts."""
+    """Whether the router has biases that balance the load of the experts."""
     expert_bias: bool = False
-    """The matrices of routed experts and the projection of the router have biases."""
+    """Whether the matrices of routed experts and the projection of the router have biases."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP."""
     q_lora: int = 0
@@ -104,13 +109,13 @@ class ModelShape:
     v_head_dim: int = 0
     """Size of a latent head's value."""
     sinks: bool = False
-    """Attention sinks: each query head has a learned logit in the softmax that belongs to no key."""
+    """Whether each query head has an attention sink: a learned logit in the softmax of no key."""
     output_gate: bool = False
-    """Attention's output is gated by a second query-sized projection."""
+    """Whether attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
     """Layers with a gated delta net instead of attention."""
     linear_interleaved: bool = False
-    """The checkpoint interleaves the projections of a delta net by key head."""
+    """Whether the checkpoint interleaves the projections of a delta net by key head."""
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0
@@ -142,23 +147,9 @@ class ModelShape:
 
     @property
     def config_class(self) -> str:
-        """Return the name of Megatron's configuration class for the model."""
+        """Return the name of Megatron's configuration class that the model's mixers need."""
         names = {mixer.config_class for mixer in self.mixers}
         return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
-
-    @property
-    def qk_dim(self) -> int:
-        """Return the size of one head's query and key."""
-        if self.mla:
-            return self.qk_nope + self.qk_rope
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Return the size of one head's value."""
-        if self.mla:
-            return self.v_head_dim
-        return self.head_dim
 
     @property
     def linear_k_head_dim(self) -> int:
@@ -185,7 +176,8 @@ class ModelShape:
     def best_tensor(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
-        common = math.gcd(self.heads, self.kv_heads, self.mlp_width, *further_heads)
+        further_heads += [mixer.key_value_heads(self) for mixer in self.mixers]
+        common = math.gcd(self.heads, self.mlp_width, *further_heads)
         return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
 
     # Blocks: the rest of this class sums over them.
@@ -196,12 +188,12 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> Counter[Mixer]:
-        """The number of layers of each mixer, in the order of the layers."""
+        """Return the number of layers with each mixer, in the order of the layers."""
         return Counter(block.mixer for block in self._blocks)
 
     @cached_property
     def feed_forwards(self) -> Counter[FeedForward]:
-        """The number of layers of each feed-forward, in the order of the layers."""
+        """Return the number of layers with each feed-forward, in the order of the layers."""
         return Counter(block.feed_forward for block in self._blocks)
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
@@ -217,12 +209,12 @@ class ModelShape:
         return self._counted_blocks[key]
 
     def block_parameters(self, block: Block) -> tuple[int, int, int]:
-        """Return the parameters of a layer: tensor-sharded, replicated, and of all its routed experts."""
+        """Count a layer's parameters: tensor-sharded, replicated, and of all its routed experts."""
         return self._block_parameters[block]
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
-        """The block of each layer."""
+        """Return the block of each layer."""
         if self.blocks:
             assert len(self.blocks) == self.layers, "a block for each layer"
             return self.blocks
@@ -252,22 +244,22 @@ class ModelShape:
 
     @cached_property
     def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
-        """Layers -> the number of layers of each block among them, as far as they were counted."""
+        """Return the cache of `count_blocks`: layers -> number of layers with each block among them."""
         return {}
 
     @cached_property
     def _block_counts(self) -> Counter[Block]:
-        """The number of layers of each block."""
+        """Return the number of layers with each block."""
         return Counter(self._blocks)
 
     @cached_property
     def _weights(self) -> dict[Block, tuple[Weight, ...]]:
-        """The parameters of a layer by block."""
+        """Return the parameters of a layer with each block: block -> parameters."""
         return {block: layer_weights(self, block) for block in self._block_counts}
 
     @cached_property
     def _block_parameters(self) -> dict[Block, tuple[int, int, int]]:
-        """`block_parameters` by block."""
+        """Compute the result of `block_parameters` for each block of the model."""
 
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
@@ -338,9 +330,24 @@ class ModelShape:
         return self._count_elements(False)
 
     @cached_property
-    def key_value_parameters(self) -> int:
-        """Count the parameters of all key-value heads, which an engine of more ranks replicates."""
-        return self._count_elements(False, "heads")
+    def key_value_parameters(self) -> Counter[tuple[int, int]]:
+        """Count the parameters of all key-value heads, which an engine of more ranks replicates.
+
+        Keys are (the key-value heads of a layer, the times that vLLM stores the tensor (`engine_copies`)).
+        """
+        parameters: Counter[tuple[int, int]] = Counter()
+        for block, count in self._block_counts.items():
+            for weight in self._weights[block]:
+                for source in weight.sources:
+                    if source.engine == "heads":
+                        parameters[source.heads, source.engine_copies] += count * source.elements
+        return parameters
+
+    @cached_property
+    def query_width(self) -> float:
+        """Return the mean width of a layer's queries, of all heads together."""
+        widths = sum(count * mixer.query_width(self) for mixer, count in self.mixers.items())
+        return widths / self.layers
 
     @cached_property
     def replicated_parameters(self) -> int:
@@ -349,7 +356,7 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        """Count all parameters of the checkpoint."""
+        """Count all parameters of the model: embeddings, layers, final norm and output layer."""
         # Embedding and output layer are at the ends of the pipeline.
         ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
         return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
@@ -397,7 +404,7 @@ class ModelShape:
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
+        """Return per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
         sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
         return [
             (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
@@ -406,12 +413,12 @@ class ModelShape:
 
     @cached_property
     def layer_flops(self) -> float:
-        """Return the forward FLOPs per token of the layers, two per active parameter."""
+        """Return the FLOPs per token of the layers in a forward pass, two per active parameter."""
         return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:
-        """Return the forward FLOPs per token of the output projection."""
+        """Return the FLOPs per token of the output projection in a forward pass."""
         return 2.0 * self.embedding_parameters
 
     def forward_flops(self, context: float) -> float:
@@ -420,18 +427,18 @@ class ModelShape:
 
     @cached_property
     def kv_elements(self) -> int:
-        """Count the cache's elements per token of a row, in all layers."""
+        """Count the elements of the KV cache for one token of a sequence, in all layers."""
         return sum(count * mixer.cache_elements(self) for mixer, count in self.mixers.items())
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the cache's bytes per token of a row on one of ``tensor`` ranks."""
+        """Return the bytes of the KV cache for one token of a sequence, on one of ``tensor`` ranks."""
         return sum(
             count * mixer.cache_elements(self) * bytes_per_element / mixer.cache_shards(self, tensor)
             for mixer, count in self.mixers.items()
         )
 
     def state_bytes_per_row(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the cache's bytes per row on one of ``tensor`` ranks, for states of any row length."""
+        """Return the bytes of a sequence's fixed-size states on one of ``tensor`` ranks."""
         return sum(
             count * mixer.state_bytes(self, bytes_per_element) / tensor
             for mixer, count in self.mixers.items()

@@ -7,13 +7,12 @@ tensors of other parts, such as the vision tower, are copied unchanged into expo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.fused_experts import Shape, TensorLocation, expert_tensors
+from megatron_rl.shapes.fused_experts import FusedExperts
 
 _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
@@ -24,14 +23,12 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a separate one."""
 _CARRIED = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
-    "embed_vision.", "mtp.",
+    "embed_vision.", "vision_embedder.", "mtp.",
 )  # fmt: skip
 """Prefixes, with or without ``model.``, of the names of tensors outside of the language model.
 
 Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 """
-_FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)$")
-"""Name of one matrix of all routed experts of a layer in one tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,29 @@ class Multimodal:
     """The transformers class of the whole model."""
     language_models: Mapping[str, str]
     """``model_type`` of its ``text_config`` -> that of the family in the table."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the language model's config.json that differ from those of the family."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of the language model's config.json that its class sets over those of the file."""
-    transposed_experts: bool = False
-    """Exports have a layer's experts in one tensor, [experts, in, out], as it is published."""
+    fused_experts: FusedExperts | None = None
+    """Form in which exports have the experts of a layer in one tensor; None for a tensor per expert."""
 
 
 _KINDS = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+    Multimodal("Gemma 4", "gemma4", "Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
+    Multimodal(
+        "Gemma 4 without encoders",
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        {"gemma4_unified_text": "gemma4_text"},
+        # Its language model has no per-layer embeddings and no experts, and no keys for them.
+        defaults={
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+        },
+    ),
     Multimodal(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         "mistral3",
@@ -79,7 +91,7 @@ _KINDS = (
         "Qwen3VLMoeForConditionalGeneration",
         {"qwen3_vl_moe_text": "qwen3_moe"},
         fixed={"norm_topk_prob": True},
-        transposed_experts=True,
+        fused_experts=FusedExperts(transposed=True),
     ),
     Multimodal(
         "Qwen3.5 and 3.6", "qwen3_5", "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}
@@ -150,6 +162,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     family = FAMILIES[kind.language_models[_language_type(config, kind)]]
     result = {
+        **kind.defaults,
         **inherited,
         **explicit,
         **kind.fixed,
@@ -158,11 +171,11 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(result.get(key), Mapping):
-            result[key] = _for_text(result[key])
+            result[key] = _text_rope(result[key])
     return result
 
 
-def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters without the sections for image positions.
 
     The three positions of a text token are equal, so that sections make no difference.
@@ -174,51 +187,15 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def tensor_locations(
-    stored: Iterable[str], shape_of: Callable[[str], Shape], hidden: int
-) -> dict[str, TensorLocation]:
-    """Return the location of each tensor of the language model in a multimodal checkpoint.
+def language_model_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return name -> stored name of the language model's tensors among those of a multimodal checkpoint.
 
-    ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
-    the names in a checkpoint of only the language model; tensors of other parts are omitted. Experts in one
-    stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
-    is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
-    transformers.
+    The names are those in a checkpoint of only the language model.
 
-    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len, 8))
-    ['model.norm.weight']
+    >>> language_model_names(["model.language_model.norm.weight", "model.visual.norm.weight"])
+    {'model.norm.weight': 'model.language_model.norm.weight'}
     """
-    locations: dict[str, TensorLocation] = {}
-    for stored_name in stored:
-        if is_carried(stored_name):
-            continue
-
-        name = language_name(stored_name)
-        fused = _FUSED_EXPERTS.match(name)
-        if fused is None:
-            locations[name] = TensorLocation(stored_name)
-            continue
-
-        # Outputs of down, and inputs of gate and up, have the width of the model.
-        shape = shape_of(stored_name)
-        hidden_dim = 2
-        if fused["matrix"] == "down_proj":
-            hidden_dim = 1
-        if shape[hidden_dim] != hidden:
-            for own_name, location in expert_tensors(name, shape, interleaved=False).items():
-                locations[own_name] = replace(location, name=stored_name)
-            continue
-
-        # The rows of the gate projection come before those of the up projection.
-        matrices = ("down_proj",)
-        if fused["matrix"] == "gate_up_proj":
-            matrices = ("gate_proj", "up_proj")
-        rows = shape[1] // len(matrices)
-        for expert in range(shape[0]):
-            for index, matrix in enumerate(matrices):
-                location = TensorLocation(stored_name, expert, index * rows, (index + 1) * rows)
-                locations[f"{fused['experts']}{expert}.{matrix}.weight"] = location
-    return locations
+    return {language_name(name): name for name in stored if not is_carried(name)}
 
 
 def language_name(stored: str) -> str:

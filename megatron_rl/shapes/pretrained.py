@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, nearest, raise_errors
+from megatron_rl.errors import UserError, nearest, raise_errors, unreadable_file
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
-from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_config, multimodal_of
-from megatron_rl.shapes.quantized import Quantization, read_quantization
+from megatron_rl.shapes.quantized import (
+    MODELOPT_FILE,
+    Quantization,
+    read_quantization,
+    with_modelopt_file,
+)
 
 LAYER = "model.layers.{layer}."
 """Prefix of the tensor names of a layer."""
@@ -35,7 +38,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files of a checkpoint's folder besides config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
-"""Patterns of more of them: named chat templates, and the code of ``auto_map`` with its vocabularies."""
+"""Patterns of further such files: named chat templates, and the code of ``auto_map`` with its
+vocabularies."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -62,12 +66,12 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """Model of a config.json."""
+    """Model that a config.json describes: its family, its sizes and its tensors."""
 
     family: Family
     """Table entry of the model's family."""
     shape: ModelShape
-    """Sizes."""
+    """Sizes of the model."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
     multimodal: Multimodal | None = None
@@ -98,7 +102,7 @@ class PretrainedModel:
         Sources with the same name are rows of one fused tensor, in order.
         """
         return tuple(
-            replace(weight, sources=tuple(self._named(weight.sources)))
+            replace(weight, sources=tuple(self._rename_sources(weight.sources)))
             for weight in self.shape.weights(layer)
         )
 
@@ -106,17 +110,7 @@ class PretrainedModel:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
 
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor as the family's checkpoints store them, in order.
-
-        They differ from `tensor_shapes` where the experts of a layer are stored in one tensor.
-        """
-        shapes = self.tensor_shapes()
-        if self.family.interleaved_experts:
-            return stored_shapes(shapes)
-        return shapes
-
-    def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
+    def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""
         next_row: dict[str, int] = {}
         for source in sources:
@@ -230,6 +224,29 @@ def weight_files(path: Path) -> list[Path] | None:
     # Without an index the numbered shards are complete, and any other file is a last resort.
     numbered = sorted(path.glob("model-*.safetensors"))
     return numbered or sorted(path.glob("*.safetensors"))
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Return tensor name -> file name from the index of a checkpoint's folder.
+
+    Raises UserError for an index that cannot be read, or does not map tensors to files of this folder.
+    """
+    file = folder / INDEX
+    try:
+        weight_map = read_json_object(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("no weight_map")
+
+        # A name with a folder could lead out of the checkpoint.
+        names = weight_map.values()
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("weight_map names no files of this directory")
+        return weight_map
+    except (OSError, ValueError) as error:
+        expected = 'a JSON object with "weight_map": tensor -> file name'
+        fix = "copy the file again from the checkpoint"
+        noun = "the model's list of weight files"
+        raise unreadable_file(noun, file, error, expected=expected, fix=fix) from error
 
 
 def separate_head_error(
@@ -364,12 +381,24 @@ def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_pretrained(path: Path) -> PretrainedModel:
     """Return the model of a config.json file; raises UserError or UserErrors."""
-    return describe(read_json(path), str(path))
+    return describe(read_config(path), str(path))
 
 
 def download_command(path: str) -> str:
     """Return the command that downloads a model to the local folder ``path``."""
     return f"hf download ORGANISATION/{path.rpartition('/')[2]} --local-dir {path}"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, with the quantisation in ModelOpt's file beside it, if there is one.
+
+    Raises UserError for a missing or malformed file.
+    """
+    config = read_json(path)
+    file = path.with_name(MODELOPT_FILE)
+    if not file.is_file():
+        return config
+    return with_modelopt_file(config, read_json(file))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -378,7 +407,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except (OSError, ValueError) as error:
         fix = "copy the file again from the checkpoint"
-        noun = "the model's config.json"
+        noun = f"the model's {path.name}"
         raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
 
 

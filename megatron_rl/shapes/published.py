@@ -31,9 +31,9 @@ from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretr
 
 # Properties of model types that their config.json does not contain.
 _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
-"""The MLP is not gated."""
+"""Models whose MLP is not gated."""
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
-"""``attention_bias`` does not include the output projection."""
+"""Models whose ``attention_bias`` does not include the output projection."""
 _UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
@@ -53,7 +53,7 @@ _KEYS_READ_ELSEWHERE = frozenset(
 )  # fmt: skip
 """Keys of config.json that change no size of a model, or are read only next to others."""
 _LISTED_KEYS = 12
-"""Keys that an error lists before it abbreviates."""
+"""Maximum number of keys that an error lists; further ones are abbreviated."""
 
 
 @lru_cache(maxsize=1)
@@ -199,7 +199,7 @@ class _KeyRecorder(dict[str, Any]):
         self.read_keys: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, and record its key."""
+        """Return the value at a key, or ``default``, and record that the key was read."""
         self.read_keys.add(key)
         return super().get(key, default)
 
@@ -261,7 +261,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
 
 
 def _mixture(reader: ConfigReader, layers: int) -> Fields:
-    """Read a mixture of experts in the spelling of any family."""
+    """Read the fields of a mixture of experts in any family's spelling; empty for a model without experts."""
     count_keys = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
     if not count_keys:
         return {}

@@ -2,13 +2,15 @@
 
 A weight is its stored numbers times its scales. A scale belongs to a block of 128 x 128 entries, as in
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
-In mxfp4, the format of gpt-oss, it belongs to 32 entries of a row (OCP Microscaling Formats 1.0).
+In mxfp4, the format of gpt-oss, it belongs to 32 entries of a row (OCP Microscaling Formats 1.0). In NVFP4,
+which NVIDIA's ModelOpt writes, it belongs to 16 entries of a row, and a second scale to the whole tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
@@ -17,8 +19,12 @@ MXFP4_BLOCK = 32
 """Entries of a row that share a scale in mxfp4."""
 FP8 = "F8_E4M3"
 """dtype of quantised weights, in safetensors' spelling."""
-SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
-"""dtypes of scales, in safetensors' spelling."""
+BYTES = "U8"
+"""dtype of two numbers of 4 bits in a byte, and of the scales of mxfp4, in safetensors' spelling."""
+_SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
+"""dtypes of scales of 8-bit weights, in safetensors' spelling."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""File beside config.json in which ModelOpt describes a quantisation; from 0.31 config.json has it too."""
 
 _KEYS = ("quantization_config", "compression_config")
 """Keys of config.json that describe a quantisation; the second one is compressed-tensors' older one."""
@@ -28,9 +34,20 @@ _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 """Endings of the names of scales of activations, which a model in bfloat16 does not need."""
+_TENSOR_SCALE_SUFFIX = "_scale_2"
+"""Suffix of the name of NVFP4's scale of a whole tensor, after the name of its weight."""
+_MODELOPT_ALGORITHMS = {
+    "FP8": "modelopt",
+    "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+}
+"""``quant_algo`` of ModelOpt -> `Quantization.method`. The last two differ in activations alone."""
+_NVFP4_BLOCK = 16
+"""Entries of a row that share a scale in NVFP4, unless ``group_size`` has another number."""
 _READABLE = (
-    "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, or mxfp4 "
-    "of gpt-oss"
+    "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, mxfp4 "
+    f"of gpt-oss, or modelopt with quant_algo {', '.join(_MODELOPT_ALGORITHMS)}"
 )
 """Quantisations that can be read, for errors."""
 
@@ -48,19 +65,38 @@ class Quantization:
     """
 
     method: str
-    """``quant_method`` of config.json."""
+    """``quant_method`` of config.json; ``nvfp4`` for weights of 4 bits by ModelOpt."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None for one scale per row or per tensor."""
+    cache: str = ""
+    """Quantisation of the cache that the checkpoint has scales for, which are not read."""
+
+    @property
+    def has_tensor_scales(self) -> bool:
+        """Return whether weights are two numbers of 4 bits in each byte, with a second scale per tensor."""
+        return self.method == "nvfp4"
+
+    def has_dtypes(self, weight: str, scales: str) -> bool:
+        """Return whether a weight and its scales are stored in dtypes of this quantisation."""
+        if self.has_tensor_scales:
+            return (weight, scales) == (BYTES, FP8)
+        return weight == FP8 and scales in _SCALE_DTYPES
 
     @property
     def text(self) -> str:
-        """Return a description for the output of `check`."""
+        """Describe the quantisation for the output of `check`."""
+        text = f"{self.method} weights of 8 bits with a scale per tensor or row"
         if self.method == "mxfp4":
-            return f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
-        if self.block is None:
-            return f"{self.method} weights of 8 bits with a scale per tensor or row"
-        rows, columns = self.block
-        return f"{self.method} weights of 8 bits with a scale per {rows} x {columns} entries"
+            text = f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
+        elif self.block is not None and self.has_tensor_scales:
+            text = f"NVFP4 weights of 4 bits with a scale per {self.block[1]} entries and one per tensor"
+        elif self.block is not None:
+            rows, columns = self.block
+            text = f"{self.method} weights of 8 bits with a scale per {rows} x {columns} entries"
+
+        if self.cache:
+            text += f" (the cache's {self.cache} is ignored)"
+        return text
 
     def block_of(self, weight: Shape, scales: Shape) -> Shape | None:
         """Return the size of the block that shares a scale, in each dimension of a weight.
@@ -123,19 +159,45 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
         return Quantization("mxfp4", (1, MXFP4_BLOCK))
     if method == "compressed-tensors":
         return Quantization("compressed-tensors", _compressed_block(settings, path))
+    if str(method).startswith("modelopt"):
+        return _modelopt_quantization(settings, path, file)
     raise _refusal(path, f"quant_method: {method}")
 
 
+def with_modelopt_file(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the quantisation of `MODELOPT_FILE`, unless it has one itself."""
+    if quantization_keys(config):
+        return dict(config)
+    # The file has no quant_method, but the library that wrote it.
+    method = None
+    producer = settings.get("producer")
+    if isinstance(producer, Mapping):
+        method = producer.get("name")
+    return {**config, "quantization_config": {"quant_method": method, **settings}}
+
+
 def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
-    """Return the name of the scales of each quantised weight among the tensors of a checkpoint."""
+    """Map each quantised weight among a checkpoint's tensors to the name of its scales."""
     stored = set(names)
     scales: dict[str, str] = {}
     for suffix in _SCALE_SUFFIXES:
-        for name in stored:
-            weight = name.removesuffix(suffix)
-            if weight != name and weight in stored:
-                scales.setdefault(weight, name)
+        scales = _names_with_suffix(stored, suffix) | scales
     return scales
+
+
+def tensor_scales_by_weight(names: Iterable[str]) -> dict[str, str]:
+    """Map each NVFP4 weight among a checkpoint's tensors to the name of its second, per-tensor scale."""
+    return _names_with_suffix(set(names), _TENSOR_SCALE_SUFFIX)
+
+
+def _names_with_suffix(stored: set[str], suffix: str) -> dict[str, str]:
+    """Return the name with a suffix of each tensor that is stored under both names."""
+    found: dict[str, str] = {}
+    for name in stored:
+        weight = name.removesuffix(suffix)
+        if weight != name and weight in stored:
+            found[weight] = name
+    return found
 
 
 def is_activation_scale(name: str) -> bool:
@@ -171,6 +233,52 @@ def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> Us
 def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
     """Return whether each block of a matrix in mxfp4 has a scale; both arguments are stored shapes."""
     return len(blocks) == 4 and blocks[3] == MXFP4_BLOCK // 2 and scales == blocks[:3]
+
+
+def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> UserError:
+    """Return the error of a matrix in NVFP4 without its second scale, or with one of another shape."""
+    got = "no such tensor"
+    if scale is not None:
+        got = f"{list(scale)} for a weight of {list(weight)}"
+    return UserError(
+        f"the matrix {name} has no scale of the whole tensor",
+        where=file,
+        expected=f"one number in {name}{_TENSOR_SCALE_SUFFIX}",
+        got=got,
+        fix="download the checkpoint again, with all its files",
+    )
+
+
+def is_one_number(shape: Shape | None) -> bool:
+    """Return whether a tensor of this shape has one element; None stands for no tensor."""
+    return shape is not None and all(size == 1 for size in shape)
+
+
+def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) -> Quantization:
+    """Return the quantisation of ``quant_method: modelopt``, or of `MODELOPT_FILE` beside ``file``."""
+    # The file nests the values that config.json has at the top.
+    nested = settings.get("quantization")
+    if isinstance(nested, Mapping):
+        path = f"{Path(file).with_name(MODELOPT_FILE)}: quantization"
+        settings = nested
+
+    algorithm = str(settings.get("quant_algo")).upper()
+    if algorithm not in _MODELOPT_ALGORITHMS:
+        raise _refusal(path, f"quant_algo: {settings.get('quant_algo')}")
+
+    block = None
+    method = _MODELOPT_ALGORITHMS[algorithm]
+    if method == "nvfp4":
+        columns = settings.get("group_size") or _NVFP4_BLOCK
+        block = _block([1, columns], f"{path}.group_size")
+
+    # config.json has the cache's quantisation in the words of compressed-tensors.
+    cache = settings.get("kv_cache_quant_algo") or ""
+    if settings.get("kv_cache_scheme"):
+        cache = "kv_cache_scheme"
+    elif cache:
+        cache = f"kv_cache_quant_algo {cache}"
+    return Quantization(method, block, cache)
 
 
 def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:

@@ -11,19 +11,23 @@ ranks of a replica, at the cost of the bytes that each pair would receive.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
+from megatron_rl.shapes.layer_weights import EMBEDDING, Source, Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout, stage_layers
 from megatron_rl.shapes.lora import Lora, adapter_weights
 from megatron_rl.shapes.model import ModelShape
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it."""
+
+
+_REPLICATED = ("whole", "stacked")
+"""Cuts of Megatron parameters that are complete on every tensor-parallel rank."""
 
 
 class Slice(NamedTuple):
@@ -34,30 +38,30 @@ class Slice(NamedTuple):
     stop: int
 
 
-def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tuple[Slice, ...]:
+def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     """Return the slice of each source of a Megatron parameter on one of ``ranks`` tensor-parallel ranks.
 
     ``latent`` parameters are sharded, as in Megatron's own layers.
     """
     if weight.cut == "query_key_value":
-        group_rows = [source.shape[0] // kv_heads for source in weight.sources]
-        return _interleaved(group_rows, kv_heads, rank, ranks)
+        group_rows = [source.shape[0] // weight.groups for source in weight.sources]
+        return _interleaved_slices(group_rows, weight.groups, rank, ranks)
 
     # Replicated parameters are complete on every rank.
-    if weight.cut in ("whole", "stacked"):
+    if weight.cut in _REPLICATED:
         rank = 0
         ranks = 1
 
     dim = 0
     if weight.cut == "columns":
         dim = 1
-    bounds = _share
+    bounds = _rank_share
     if weight.cut == "vocabulary":
-        bounds = _padded_share
+        bounds = _padded_rank_share
     return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
-def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
+def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
     """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
     The fused weight has query, key and value rows of the first group, then those of the next group;
@@ -72,7 +76,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
 
-    low, high = _share(groups * group_size, rank, ranks)
+    low, high = _rank_share(groups * group_size, rank, ranks)
     slices = []
     offset = 0
     for size in group_rows:
@@ -81,7 +85,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
     return tuple(slices)
 
 
-def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) -> Slice:
+def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
     """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
 
@@ -89,14 +93,14 @@ def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) ->
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
-        return Slice(1, *_share(source.shape[1], rank, replica_size))
+        return Slice(1, *_rank_share(source.shape[1], rank, replica_size))
     if source.engine == "vocabulary":
-        return Slice(0, *_padded_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
+        return Slice(0, *_padded_rank_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
 
-    if source.engine == "heads" and kv_heads < replica_size:
+    if source.engine == "heads" and source.heads < replica_size:
         # Consecutive ranks hold copies of one head.
-        return Slice(0, *_share(size, rank * kv_heads // replica_size, kv_heads))
-    return Slice(0, *_share(size, rank, replica_size))
+        return Slice(0, *_rank_share(size, rank * source.heads // replica_size, source.heads))
+    return Slice(0, *_rank_share(size, rank, replica_size))
 
 
 def engine_experts(experts: int, rank: int, replica_size: int) -> range:
@@ -110,13 +114,13 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     return range(start, start + quotient + (rank < remainder))
 
 
-def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and stop of one rank's equal share of ``size``."""
+def _rank_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return start and stop of one rank's share of ``size`` elements, in nearly equal shares."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
-def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
-    """Return start and stop of one rank's share of a size, padded to a multiple and to equal shares."""
+def _padded_rank_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
+    """Return start and stop of a rank's share of ``size`` rows, padded to ``multiple`` and equal shares."""
     padded = -(-size // multiple) * multiple
 
     # The last ranks have fewer rows of the tensor, or none.
@@ -135,11 +139,25 @@ def _common_elements(source: Source, first: Slice, second: Slice) -> int:
     return max(0, length) * source.elements // source.shape[first.dim]
 
 
+Shard = tuple[str | int, ...]
+"""Part of the weights that an actor rank has completely or not at all, such as ``("dense", stage, tensor)``.
+
+Different shards have no element in common."""
+
+
 @dataclass(frozen=True)
 class SharedBytes:
     """Bytes of weights that each rank of an engine replica needs, and how many of them each actor rank has.
 
-    Example, two ranks that both need 100 bytes: ``SharedBytes((100, 100), {0: [50, 0], 1: [0, 50]}, 200)``.
+    Example, two ranks that both need 100 bytes, and an actor on ranks 0 and 1 with one shard each::
+
+        SharedBytes(
+            needed=(100, 100),
+            resident={0: [50, 0], 1: [0, 50]},
+            model_bytes=200,
+            shards={0: frozenset({first}), 1: frozenset({second})},
+            shard_bytes={first: [50, 0], second: [0, 50]},
+        )
     """
 
     needed: tuple[int, ...]
@@ -148,6 +166,10 @@ class SharedBytes:
     """Global rank of the actor -> bytes of each replica rank's weights that it has, [ranks of a replica]."""
     model_bytes: int
     """Bytes of one complete copy of the weights."""
+    shards: Mapping[int, frozenset[Shard]]
+    """Global rank of the actor -> the shards that it has."""
+    shard_bytes: Mapping[Shard, Sequence[int]]
+    """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
         """Return the bytes that a global rank receives as a rank of a replica."""
@@ -157,16 +179,42 @@ class SharedBytes:
             return self.needed[rank_in_replica]
         return self.needed[rank_in_replica] - resident[rank_in_replica]
 
-    def traffic(self, ranks: Sequence[int]) -> WeightTraffic:
-        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``."""
+    def traffic(self, ranks: Sequence[int], gpus_per_node: int | None = None) -> WeightTraffic:
+        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``.
+
+        Global rank r is on node r // ``gpus_per_node``; with None, all ranks are on one node.
+        """
         replica_size = len(self.needed)
         # Replicas are consecutive, so the position in a replica repeats.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
+        received = {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()}
+
+        # Only what no rank of the receiver's node has comes from another node, see `choose_senders`.
+        across_nodes = dict.fromkeys(received, 0)
+        if gpus_per_node is not None:
+            on_node = self._bytes_on_nodes(gpus_per_node)
+            for rank, index in ranks_in_replica.items():
+                if received[rank]:
+                    across_nodes[rank] = self.needed[index] - on_node[rank // gpus_per_node][index]
+
         return WeightTraffic(
-            self.model_bytes,
-            {rank: self.needed[index] for rank, index in ranks_in_replica.items()},
-            {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()},
+            model_bytes=self.model_bytes,
+            needed={rank: self.needed[index] for rank, index in ranks_in_replica.items()},
+            received=received,
+            received_across_nodes=across_nodes,
         )
+
+    def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
+        """Return node -> bytes of each replica rank's weights that its actor ranks have between them."""
+        shards_of_node: dict[int, set[Shard]] = defaultdict(set)
+        for rank, shards in self.shards.items():
+            shards_of_node[rank // gpus_per_node] |= shards
+
+        # Without a rank of the actor, a node has none of the weights.
+        result: dict[int, Sequence[int]] = defaultdict(lambda: (0,) * len(self.needed))
+        for node, shards in shards_of_node.items():
+            result[node] = _sum_by_rank(self.shard_bytes[shard] for shard in shards)
+        return result
 
 
 def peers_on_node(
@@ -211,7 +259,7 @@ def peers_on_node(
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Bytes of one weight sync."""
+    """Bytes that one weight sync moves, in total and to each rollout rank."""
 
     model_bytes: int
     """Bytes of one complete copy of the weights."""
@@ -219,10 +267,22 @@ class WeightTraffic:
     """Bytes that a rank generates with, by global rollout rank."""
     received: Mapping[int, int]
     """Bytes that a rank receives, by global rollout rank."""
+    received_across_nodes: Mapping[int, int]
+    """Bytes of ``received`` that ranks of other nodes send, by global rollout rank."""
+
+    @property
+    def inside_nodes(self) -> int:
+        """Return the bytes that all ranks together receive from ranks of their nodes."""
+        return sum(self.received.values()) - self.across_nodes
+
+    @property
+    def across_nodes(self) -> int:
+        """Return the bytes that all ranks together receive from ranks of other nodes."""
+        return sum(self.received_across_nodes.values())
 
     @property
     def received_most(self) -> int:
-        """Return the bytes that the busiest rank receives."""
+        """Return the largest number of bytes that any rollout rank receives."""
         return max(self.received.values())
 
 
@@ -254,29 +314,48 @@ def shared_bytes(
 
     # A trainer on one rank holds everything that the engine needs.
     single_rank = ParallelLayout((0,))
+    needed = _sum_by_rank(engine.shards(single_rank)[1].values())
     model = _Engine(shape, 1, itemsize, lora=lora)
+    (model_bytes,) = _sum_by_rank(model.shards(single_rank)[1].values())
+
+    # Ranks with the same shards share one list.
+    shards, shard_bytes = engine.shards(actor, settings)
+    resident_bytes = {
+        held: _sum_by_rank(shard_bytes[shard] for shard in held) for held in set(shards.values())
+    }
     return SharedBytes(
-        needed=tuple(engine.common_bytes(single_rank)[0]),
-        resident=engine.common_bytes(actor, settings),
-        model_bytes=model.common_bytes(single_rank)[0][0],
+        needed=tuple(needed),
+        resident={rank: resident_bytes[held] for rank, held in shards.items()},
+        model_bytes=model_bytes,
+        shards=shards,
+        shard_bytes=shard_bytes,
     )
+
+
+def _sum_by_rank(sizes: Iterable[Sequence[int]]) -> list[int]:
+    """Sum lists of bytes [ranks of a replica] element by element."""
+    return [sum(sizes_of_rank) for sizes_of_rank in zip(*sizes, strict=True)]
 
 
 Weights = tuple[Weight, ...]
 
 
-class _CommonBytes(NamedTuple):
+class _LayerBytes(NamedTuple):
     """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
 
+    replicated: list[int]
+    """Bytes outside routed experts that every tensor-parallel rank of the trainer has, such as norms."""
     dense: list[list[int]]
-    """Bytes outside routed experts, by tensor-parallel rank of the trainer."""
+    """Other bytes outside routed experts, by tensor-parallel rank of the trainer."""
+    replicated_experts: list[list[int]]
+    """Bytes of routed experts that every expert-tensor-parallel rank has, by expert-parallel rank."""
     experts: dict[tuple[int, int], list[int]]
-    """Bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
+    """Other bytes of routed experts, by expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """Replica of a rollout engine with one model."""
+    """One replica of a rollout engine, which receives the weights of one model in each weight sync."""
 
     shape: ModelShape
     replica_size: int
@@ -284,43 +363,67 @@ class _Engine:
     itemsize: int
     """Bytes of an element."""
     whole_experts: bool = False
-    """Each rank holds complete experts (vLLM's expert parallelism)."""
+    """Whether each rank holds complete experts (vLLM's expert parallelism)."""
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
-    def common_bytes(
+    def shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
-    ) -> dict[int, list[int]]:
-        """Return trainer rank -> bytes of weights that it and each rank of a replica both hold."""
-        result: dict[int, list[int]] = {}
-        layer_bytes: dict[Weights, _CommonBytes] = {}
+    ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
+        """Return the shards of each trainer rank, and shard -> bytes that each rank of a replica needs."""
+        shards: dict[int, frozenset[Shard]] = {}
+        sizes: dict[Shard, list[int]] = {}
+        layer_bytes: dict[Weights, _LayerBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)
 
         for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
             # Count the equal layers of the stage; embedding and output layer are one more entry.
             counts = Counter(self._layer_weights(layer) for layer in stages[stage])
+            outer: Weights = ()
             if self.lora is None:
-                counts[outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)] += 1
+                outer = outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)
+            # The first stage and a tied last stage have the same embedding: one shard.
+            embedding = tuple(weight for weight in outer if weight.sources[0].name == EMBEDDING)
+            counts[tuple(weight for weight in outer if weight not in embedding)] += 1
             for weights in counts.keys() - layer_bytes.keys():
                 layer_bytes[weights] = self._layer_bytes(weights, trainer)
-            stage_bytes = [(count, layer_bytes[weights]) for weights, count in counts.items()]
 
-            # Ranks with the same coordinates in both grids, dense and expert, hold the same shards.
-            by_shard: dict[tuple[int, tuple[int, int]], list[int]] = {}
+            if embedding:
+                for tensor, embedding_bytes in enumerate(self._bytes(embedding, trainer.tensor)):
+                    sizes["embedding", tensor] = embedding_bytes
+            for shard, parts in self._stage_parts(stage, counts, layer_bytes).items():
+                sizes[shard] = _sum_by_rank(parts)
+
+            # Ranks with the same coordinates in both grids, dense and expert, have the same shards.
             for position, rank in enumerate(ranks):
                 quotient, expert_tensor = divmod(position, trainer.expert_tensor)
                 tensor = position % trainer.tensor
-                expert = (quotient % trainer.expert, expert_tensor)
-                if (tensor, expert) not in by_shard:
-                    by_shard[tensor, expert] = [
-                        sum(
-                            count * (common.dense[tensor][index] + common.experts[expert][index])
-                            for count, common in stage_bytes
-                        )
-                        for index in range(self.replica_size)
-                    ]
-                result[rank] = by_shard[tensor, expert]
-        return result
+                expert = quotient % trainer.expert
+                held: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
+                held += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
+                if embedding:
+                    held.append(("embedding", tensor))
+                shards[rank] = frozenset(held)
+        return shards, sizes
+
+    def _stage_parts(
+        self, stage: int, counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
+    ) -> dict[Shard, list[list[int]]]:
+        """Return the shards of a pipeline stage, each with its bytes in every kind of layer."""
+        parts: dict[Shard, list[list[int]]] = defaultdict(list)
+        for weights, count in counts.items():
+            one_layer = layer_bytes[weights]
+            layer_parts: dict[Shard, list[int]] = {("replicated", stage): one_layer.replicated}
+            for tensor, sizes in enumerate(one_layer.dense):
+                layer_parts["dense", stage, tensor] = sizes
+            for expert, sizes in enumerate(one_layer.replicated_experts):
+                layer_parts["experts", stage, expert] = sizes
+            for (expert, expert_tensor), sizes in one_layer.experts.items():
+                layer_parts["experts", stage, expert, expert_tensor] = sizes
+
+            for shard, sizes in layer_parts.items():
+                parts[shard].append([count * size for size in sizes])
+        return parts
 
     def _layer_weights(self, layer: int) -> Weights:
         """Return the parameters of a layer that are synced."""
@@ -329,56 +432,80 @@ class _Engine:
             return weights
         return adapter_weights(weights, self.lora)
 
-    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
-        """Return the bytes of a layer, or of the parameters outside the layers, that both ranks hold."""
+    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
+        """Return the bytes of ``weights`` (a layer, or those outside the layers) that pairs of ranks hold."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
-        experts_per_rank = self.shape.experts // trainer.expert
-
-        # An expert is complete on one rank of the engine, or sharded over all of them.
-        expert_shards = self.replica_size
-        if self.whole_experts:
-            expert_shards = 1
-        one_expert = self._bytes(routed, trainer.expert_tensor, expert_shards)
 
         # Each expert-parallel rank of the trainer holds consecutive experts.
+        replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
+        experts_per_rank = self.shape.experts // trainer.expert
+        one_expert = self._expert_bytes(_sharded_weights(routed), trainer.expert_tensor)
+        (one_replicated,) = self._expert_bytes(_replicated_weights(routed), 1)
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
-            for expert_tensor in range(trainer.expert_tensor):
-                shards = one_expert[expert_tensor]
-                if self.whole_experts:
-                    experts[expert, expert_tensor] = [
-                        self._common_experts(local, index) * shards[0] for index in range(self.replica_size)
-                    ]
-                else:
-                    experts[expert, expert_tensor] = [experts_per_rank * size for size in shards]
+            local_counts = [self._common_experts(local, index) for index in range(self.replica_size)]
+            replicated_experts.append(_products(local_counts, one_replicated))
+            for expert_tensor, sizes in enumerate(one_expert):
+                experts[expert, expert_tensor] = _products(local_counts, sizes)
 
-        return _CommonBytes(self._bytes(dense, trainer.tensor, self.replica_size), experts)
+        (replicated,) = self._bytes(_replicated_weights(dense), 1)
+        return _LayerBytes(
+            replicated=replicated,
+            dense=self._bytes(_sharded_weights(dense), trainer.tensor),
+            replicated_experts=replicated_experts,
+            experts=experts,
+        )
+
+    def _expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
+        """Return the bytes of one expert that a trainer rank and an engine rank both hold; see `_bytes`."""
+        # An expert is complete on one rank of the engine, or sharded over all of them.
+        if not self.whole_experts:
+            return self._bytes(weights, trainer_ranks)
+        complete = replace(self, replica_size=1)._bytes(weights, trainer_ranks)
+        return [sizes * self.replica_size for sizes in complete]
 
     def _common_experts(self, local: range, index: int) -> int:
-        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica also holds."""
+        """Count the trainer rank's ``local`` experts of which rank ``index`` of the replica holds a part."""
+        if not self.whole_experts:
+            return len(local)
         resident = engine_experts(self.shape.experts, index, self.replica_size)
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
-    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int, engine_ranks: int) -> list[list[int]]:
-        """Return the bytes of parameters that both ranks of a pair hold, [trainer ranks][engine ranks]."""
-        kv_heads = self.shape.kv_heads
+    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
+        """Return the bytes that a trainer and an engine rank both hold, [trainer ranks][engine ranks]."""
+        engine_ranks = self.replica_size
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
         # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
         for weight in weights:
-            slices = [trainer_slices(weight, rank, trainer_ranks, kv_heads) for rank in range(trainer_ranks)]
+            slices = [trainer_slices(weight, rank, trainer_ranks) for rank in range(trainer_ranks)]
             for number, source in enumerate(weight.sources):
                 itemsize = self.itemsize
                 if source.float32:
                     itemsize = 4
                 for engine_rank in range(engine_ranks):
-                    target = engine_slice(source, engine_rank, engine_ranks, kv_heads)
+                    target = engine_slice(source, engine_rank, engine_ranks)
                     for rank in range(trainer_ranks):
                         elements = _common_elements(source, slices[rank][number], target)
                         result[rank][engine_rank] += itemsize * elements
         return result
+
+
+def _replicated_weights(weights: Iterable[Weight]) -> list[Weight]:
+    """Return the parameters that are complete on every tensor-parallel rank of the trainer."""
+    return [weight for weight in weights if weight.cut in _REPLICATED]
+
+
+def _sharded_weights(weights: Iterable[Weight]) -> list[Weight]:
+    """Return the parameters of which tensor-parallel ranks of the trainer hold different parts."""
+    return [weight for weight in weights if weight.cut not in _REPLICATED]
+
+
+def _products(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the products of two lists, element by element."""
+    return [count * size for count, size in zip(counts, sizes, strict=True)]
 
 
 def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = True) -> float:
@@ -508,7 +635,7 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
         matrix.append([cost for cost in scaled for _ in range(capacity)])
 
     # Each column was repeated ``capacity`` times to make the matrix square.
-    return [slot // capacity for slot in _cheapest(matrix)]
+    return [slot // capacity for slot in _cheapest_assignment(matrix)]
 
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
@@ -536,7 +663,7 @@ def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) ->
     return all(augment(row, set()) for row in range(len(costs)))
 
 
-def _cheapest(matrix: Sequence[Sequence[int]]) -> list[int]:
+def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
     """Return the column of each row in a square matrix's cheapest assignment (Kuhn-Munkres, O(n^3)).
 
     Rows and columns are counted from 1; column 0 stands for the row that is being inserted.

@@ -121,7 +121,7 @@ class AheadBatches:
             self.source.informative = next(filter(None, gather_objects(counts)))
 
     def _start_evaluation(self, phase: Phases) -> list[Pending]:
-        """Sample the evaluation sets on the rollout's ranks; return immediately on learners."""
+        """Sample the scheduled evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._learns:
             timer = phase("evaluate")
@@ -153,7 +153,7 @@ class AheadBatches:
         )
 
     def _staleness(self, sampled: SampledBatch) -> Metrics:
-        """Return metrics of a batch's age in weight updates; raise StalenessError if it is too old."""
+        """Return a batch's age in weight updates as metrics; raise StalenessError if it is too old."""
         max_updates = self.config.asynchrony.max_staleness
         assert max_updates is not None
         return staleness(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)

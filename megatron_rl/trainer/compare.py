@@ -68,20 +68,20 @@ Result = tuple[float, str]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison."""
+    """Run that is compared with others: its settings, metrics and newest start, as read from its folder."""
 
     name: str
     """Name of the run folder, or its path if two folders have the same name."""
     settings: Mapping[str, Any]
     """Configuration key -> value."""
     metrics: RunMetrics
-    """Metrics of its steps and stages."""
+    """Metrics of the run's steps and stages."""
     start: Start | None = None
     """Last start of the run, or None if no start is recorded."""
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Return the keys that the user has set; all of them if they are not known."""
+        """Return the configuration keys that the user has set, or all keys if they were not recorded."""
         if self.start is None or not self.start.explicit:
             return frozenset(self.settings)
         return frozenset((*self.start.explicit, *ALWAYS_EXPLICIT))
@@ -133,7 +133,10 @@ def _is_explicit(key: str, explicit: Collection[str]) -> bool:
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return what differs between the starts of the groups: revision, versions, hardware."""
+    """Return a table row for each of revision, versions and hardware that differs between groups.
+
+    A row has the name of the fact, then its value for each group.
+    """
     rows: list[list[str]] = []
     for name, text_of in _START_TEXTS.items():
         cells: list[str] = []
@@ -170,7 +173,7 @@ def _group_runs(
 
 
 def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[str]) -> list[list[str]]:
-    """Return a row for each setting that differs between groups: key, then the values of each group."""
+    """Return a table row for each setting that differs between groups: key, then the values of each group."""
     rows: list[list[str]] = []
     for key in keys:
         if key in OF_ONE_FOLDER:
@@ -185,7 +188,7 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
 def _result_rows(
     groups: Mapping[str, Sequence[ComparedRun]],
 ) -> list[list[str]]:
-    """Return a row for each result: label, then the mean over the runs of each group."""
+    """Return a table row for each result: label, then the mean over the runs of each group."""
     # A row for every result that any run has, with "-" for groups without it.
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
     results = [[_results(run.metrics) for run in group] for group in groups.values()]
@@ -271,7 +274,7 @@ def write(folders: Sequence[Path], out: Path) -> str:
     if comparison.derived:
         count = len(comparison.derived)
         markdown += f"{count} derived values and defaults differ, too: compare.html has them.\n\n"
-    markdown += "\n\n".join(map(_escaped, notes)) + "\n"
+    markdown += "\n\n".join(map(_escape_cell, notes)) + "\n"
 
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", sections)
@@ -280,7 +283,10 @@ def write(folders: Sequence[Path], out: Path) -> str:
 
 
 def _read_run(path: Path, name: str) -> ComparedRun:
-    """Return the settings and metrics of a run folder."""
+    """Read the settings, metrics and newest start of a run folder.
+
+    ``name``: name of the run in the comparison.
+    """
     folder = RunFolder(path)
     text = ""
     if folder.config.is_file():
@@ -295,13 +301,13 @@ def _read_run(path: Path, name: str) -> ComparedRun:
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:
-    """Return the name of a group: its first run, and the number of the others."""
+    """Format the name of a group: its first run, and the number of the others."""
     suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return group[0].name + suffix
 
 
 def _setting_text(run: ComparedRun, key: str) -> str:
-    """Return the value of a setting as JSON, or "-" if the run does not have it."""
+    """Format the value of a setting as JSON; "-" if the run does not have it."""
     if key not in run.settings:
         return "-"
     return json.dumps(run.settings[key], ensure_ascii=False, default=str)
@@ -361,7 +367,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _mean_and_deviation(results: Sequence[Result]) -> str:
-    """Return the mean over runs as text, with the standard deviation if there are several."""
+    """Format the mean over runs, with the standard deviation if there are several."""
     if not results:
         return "-"
     numbers = [number for number, _ in results]
@@ -384,10 +390,10 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     """Return one row of a Markdown table."""
-    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+    return f"| {' | '.join(_escape_cell(cell) for cell in cells)} |"
 
 
-def _escaped(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Escape text for a cell of a Markdown table, so that it is shown verbatim on one line."""
     one_line = escape_unprintable(" ".join(text.split()))
     marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)

@@ -68,7 +68,7 @@ STEP_PHASES = (
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Metrics of one run."""
+    """Metrics of one run: those of its reinforcement learning steps, and those of each stage before them."""
 
     lines: Lines
     """Lines of the steps, empty for a run that has only stages."""
@@ -139,7 +139,7 @@ def measured_accuracies(lines: Lines) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return, for each value, the mean over it and the ``window // 2`` values before and after it."""
+    """Return a running mean: for each value, the mean over it and ``window // 2`` values on each side."""
     half = window // 2
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
@@ -157,7 +157,7 @@ def panels_of(lines: Lines) -> list[Panel]:
 
 
 def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
-    """Return (lines of the stage, panel) for each metric of each stage."""
+    """Return a panel for each metric of each stage, with the lines of the stage: (lines, panel) pairs."""
     panels: list[tuple[Lines, Panel]] = []
     for name, lines in stages.items():
         for metric, label in STAGE_METRICS:
@@ -196,7 +196,7 @@ _DIGITS = 6
 
 
 def charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
-    """Return a chart for each metric of a run, and one for the time of the steps."""
+    """Return the data of a chart for each metric of a run, and of one for the time of the steps."""
     result: list[Chart] = []
     for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
         steps, values = series(panel_lines, panel.metric)
@@ -217,7 +217,7 @@ def charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
 
 
 def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
-    """Return a chart for each metric of several runs, with the curves of all runs.
+    """Return the data of a chart for each metric of several runs, with the curves of all runs.
 
     Runs of a group differ only in their seeds: each run has a thin line, and the group's mean a thick one.
     """
@@ -230,7 +230,7 @@ def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
 
 
 def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
-    """Return the chart of one metric with the curves of all groups."""
+    """Return the chart of one metric over the steps, with a curve for each run and each group's mean."""
     stage_name = panel.metric.partition("/")[0]
     curves: list[dict[str, Any]] = []
     for index, (name, runs) in enumerate(groups.items()):
@@ -263,7 +263,11 @@ def _axis_name(panel: Panel, stages: Collection[str]) -> str:
 
 
 def _chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
-    """Return the chart of a panel."""
+    """Return the data of one metric's chart: title, axis, limits and the given curves.
+
+    ``axis``: name of the horizontal axis that the chart shares with others, see `_axis_name`. ``stacked``:
+    whether the curves are drawn on top of one another.
+    """
     values = [value for curve in curves for value in curve["values"]]
     largest = max(abs(value) for value in values)
     return {
@@ -287,31 +291,31 @@ def _curve(
     thin: bool = False,
     smooth: bool = False,
 ) -> dict[str, Any]:
-    """Return one curve of a chart; a ``smooth`` one has a running mean, too."""
+    """Return one curve of a chart; with ``smooth`` it also has a running mean of its values."""
     means = None
     if smooth:
-        means = _rounded(smoothed(values))
+        means = _round_values(smoothed(values))
     return {
         "label": label,
         "colour": colour,
         "thin": thin,
         "steps": steps,
-        "values": _rounded(values),
+        "values": _round_values(values),
         "means": means,
     }
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
+def _round_values(values: Sequence[float]) -> list[float]:
     """Return numbers with `_DIGITS` digits, which keeps pages small."""
     return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
 def _set_title(axis: Axes, title: str) -> None:
     """Set the title of a panel without parsing formulas: the name of a user's data set may contain ``$``."""
-    axis.set_title(_shortened(title, 60), fontsize=10, loc="left").set_parse_math(False)
+    axis.set_title(_shorten_name(title, 60), fontsize=10, loc="left").set_parse_math(False)
 
 
-def _shortened(name: str, max_characters: int = 32) -> str:
+def _shorten_name(name: str, max_characters: int = 32) -> str:
     """Return a name that can be drawn: shortened in the middle, and without lone surrogates."""
     name = name.encode("utf-8", "replace").decode("utf-8")
     return name if len(name) <= max_characters else f"{name[: max_characters - 12]}…{name[-11:]}"
@@ -365,7 +369,7 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
     rows = -(-len(axes) // columns)
 
     def place(index: int, left_margin: float) -> None:
-        """Position a panel; ``left_margin`` is in inches."""
+        """Position the panel with this index in the figure; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
         axes[index].set_position(
             (
@@ -388,7 +392,10 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
-    """Draw the curve of one metric."""
+    """Draw one metric over the steps into the axes of its panel.
+
+    A smooth panel shows the values with their running mean, any other one points with labels.
+    """
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
     # Draw a smoothed curve over the values, or points with labels for the first and the last value.
@@ -467,7 +474,7 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
 
 
 def _draw_times(axis: Axes, lines: Lines) -> None:
-    """Draw the seconds of the steps' phases, stacked."""
+    """Draw the seconds of each phase over the steps, smoothed and stacked on one another."""
     # Smoothed, since a single slow step would make the other steps' phases too small to see.
     seconds = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]

@@ -136,7 +136,7 @@ class Run:
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer of `model.path`."""
+        """Return the tokenizer that was loaded from `model.path`."""
         return self._training.tokenizer
 
     @property
@@ -344,7 +344,7 @@ class Run:
         return self._step
 
     def _draw(self) -> PromptBatch:
-        """Return the next prompts of the training data."""
+        """Draw the prompts of a step from the training data: the next `batch.prompts_per_step`."""
         return self._training.prompts.next(self.config.batch.prompts_per_step)
 
     def _log(self, values: Metrics | Mapping[str, float]) -> None:
@@ -386,7 +386,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of rows for a preference loss, see `Run.pairs`."""
+    """Pairs of a preferred (chosen) and a rejected response for a preference loss, made by `Run.pairs`."""
 
     rows: TrainBatch
     """2 P rows: chosen and rejected row of each of P pairs."""

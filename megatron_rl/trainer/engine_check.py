@@ -69,7 +69,7 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 
 def _requests(config: RunConfig) -> list[GenerationRequest]:
-    """Return the requests to each replica, which are equal in all runs of a model."""
+    """Return the requests that are sent to each replica; they are equal in all runs of a model."""
     # At least one per server: a client sends consecutive requests to different servers.
     count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines reject requests with more tokens than the longest row of the run.

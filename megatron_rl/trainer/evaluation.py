@@ -53,16 +53,16 @@ class EvaluationSet:
     name: str
     """Name of the set; its metrics are named ``eval/NAME/...``."""
     settings: EvaluationSetConfig
-    """Configuration of the set, such as its number of samples per prompt."""
+    """Configuration of the set, for example how many answers are sampled per prompt."""
     prompts: PromptBatch
-    """The set's P prompts, with its sampling parameters."""
+    """The P prompts of the set, with the sampling parameters of the set."""
     reward: RewardRole | None
     """Reward function of the set, or None if answers are rewarded like the run's training samples."""
     evaluators: Mapping[str, RewardRole]
     """Name -> additional function, whose results are only metrics."""
 
     def close(self) -> None:
-        """End the processes of the set's functions."""
+        """End the worker processes of the set's reward function and evaluators."""
         for role in (self.reward, *self.evaluators.values()):
             if role is not None:
                 role.close()
@@ -120,7 +120,7 @@ def _function_role(
     path: str,
     tokenizer: Any,
 ) -> RewardRole:
-    """Create a role that calls one function, with the time and resource limits of the run's rewards.
+    """Create a role that only calls ``function``, with the time and resource limits of the run's rewards.
 
     ``path``: configuration key of the function, for errors.
     """
@@ -148,9 +148,9 @@ def evaluate(
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
-    """Sample answers to each set with the engine's weights, on the rollout's ranks.
+    """Start to sample answers to each set with the engine's weights; return the rounds to finish.
 
-    Returns immediately on other ranks. Collective over the rollout's ranks.
+    Returns immediately on ranks outside the rollout. Collective over the rollout's ranks.
     """
     version = roles.hybrid_engine.version
     return [
@@ -175,7 +175,7 @@ def _reward_set(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> EvaluationResult:
-    """Compute the rewards and metrics of the answers to one set. Collective over the world."""
+    """Compute the rewards and metrics of the answers (``rollouts``) to one set. Collective over the world."""
     prefix = f"eval/{evaluation_set.name}"
     # The set's own function replaces all rewards of the run.
     if evaluation_set.reward is not None:

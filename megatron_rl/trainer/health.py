@@ -161,7 +161,7 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
 
 
 def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return the measurements of a rule as text, with its healthy band."""
+    """Return a rule's newest measurements, the steps of these measurements, and its healthy band as text."""
     # Only the last values, since a rule can require hundreds of steps.
     last = ", ".join(_text(value) for _, value in measurements[-3:])
     steps = spans([step for step, _ in measurements])
@@ -177,7 +177,7 @@ def _measure_text(rule: HealthRule) -> str:
 
 
 def _text(value: float) -> str:
-    """Return a value with three significant digits."""
+    """Format a measured value with three significant digits."""
     return f"{value:.3g}"
 
 

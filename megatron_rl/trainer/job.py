@@ -30,12 +30,6 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import accelerated_job, role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.contained.code_copy import (
-    read_code,
-    read_copy,
-    use_copies_of,
-    write_copy,
-)
 from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.distributed import device, watch
@@ -52,6 +46,12 @@ from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
 from megatron_rl.trainer.starts import Start, current_start, write_start
 from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.user_code import (
+    activate_copies,
+    read_code,
+    read_copy,
+    write_copy,
+)
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -69,12 +69,12 @@ CURRENT_CODE = "current"
 
 @dataclass(frozen=True)
 class Job:
-    """Configuration and resources of a job on this rank."""
+    """Configuration and resources of a job on this rank: run folder, console, stop request and trackers."""
 
     config: RunConfig
     """Resolved configuration."""
     folder: RunFolder
-    """Run folder."""
+    """Folder with everything that the run writes."""
     console: TextIO
     """Stream to the user's console on the main rank, to the rank's log file on others."""
     phases: Phases
@@ -259,12 +259,12 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
 
 
 def _hardware() -> dict[str, Any]:
-    """Return this host, the device of this rank and the number of ranks."""
+    """Return the name and processor of this host, the device of this rank and the number of ranks."""
     return {**host(), "device": device.name(), "ranks": device.world_size()}
 
 
 def _resumes(config: RunConfig, folder: RunFolder) -> bool:
-    """Return whether a job continues what its run folder has."""
+    """Return whether a job resumes the run that its run folder contains, instead of starting a new one."""
     return folder.has_begun() and config.checkpoint.resume != "never"
 
 
@@ -312,40 +312,35 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
             # The launcher kills all ranks when the first one ends with an error: wait until it is reported.
             time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
-    except UserError as error:
-        report_errors(error)
-        _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
-        # A full disk or a removed folder is not a bug: report it without a traceback.
-        user_error = _user_error(config, error)
-        if user_error is not None:
-            report_errors(user_error)
-            _end_process(EXIT_BAD_INPUT)
-
-        rank_text = describe_rank(config, device.rank())
-        user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
+        user_error = _user_error(config, phases, error)
         if user_error is not None:
             report_errors(user_error)
             _end_process(EXIT_BAD_INPUT)
 
         print(
-            f"\n{rank_text} failed {phases.location}: {type(error).__name__}: {error}\n"
-            f"{traceback.format_exc()}",
+            f"\n{describe_rank(config, device.rank())} failed {phases.location}: "
+            f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
             file=sys.stderr,
             flush=True,
         )
         _end_process(1)
 
 
-def _user_error(config: RunConfig, error: BaseException) -> UserError | None:
-    """Return a UserError if files or disks caused the exception, otherwise None."""
+def _user_error(config: RunConfig, phases: Phases, error: BaseException) -> UserError | None:
+    """Return the error to report to the user without a traceback, or None if the exception is a bug."""
+    if isinstance(error, UserError):
+        return error
+
+    # A full disk, a removed folder or too little device memory is not a bug.
     removed_folder = _removed_folder_error(config, error)
     if removed_folder is not None:
         return removed_folder
     # A missing file is more likely a bug of this package than a user's mistake.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return file_error(error, Path(config.run_dir))
-    return None
+    rank_text = describe_rank(config, device.rank())
+    return out_of_memory_error(config, error, rank_text, phases.current, phases.step)
 
 
 def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:
@@ -417,7 +412,7 @@ class Stop:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Defer a requested stop to the end of a step, where `Job.stop_if_asked` saves a checkpoint."""
+        """Defer a requested stop to the end of a step, in which `Job.stop_if_asked` saves a checkpoint."""
         self._can_save = True
         try:
             yield
@@ -513,7 +508,7 @@ def copy_code(job: Job) -> None:
     Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
     """
     files = _code_files(job) if job.main else None
-    use_copies_of(gather_objects(files)[0])
+    activate_copies(gather_objects(files)[0])
 
 
 def code_of(config: RunConfig) -> Iterator[str]:

@@ -89,14 +89,14 @@ def _phases_text(values: Mapping[str, float]) -> str:
 
 
 def _seconds_text(seconds: float) -> str:
-    """Return seconds with three significant digits and without an exponent."""
+    """Format seconds with three significant digits and without an exponent."""
     if abs(seconds) < 1000:
         return number_text(seconds, ".3g")
     return number_text(seconds, ".0f")
 
 
-def _wrapped(line: str, results: Sequence[str]) -> list[str]:
-    """Append results to a line; those that do not fit into `WIDTH` columns become further lines."""
+def _wrap_results(line: str, results: Sequence[str]) -> list[str]:
+    """Append result texts to a line; those that do not fit into `WIDTH` columns become further lines."""
     lines = [line]
     for result in results:
         if len(lines[-1]) + len(result) + 2 <= WIDTH:
@@ -210,7 +210,7 @@ class MetricsLog:
             end.insert(len(end) - is_eta_last, phases)
         line = "  ".join([*columns, *end])
         results = [f"{name} {values[name]:.3f}" for name in accuracies(values)]
-        return "\n    ".join(_wrapped(line, results))
+        return "\n    ".join(_wrap_results(line, results))
 
     def _cut_after(self, step: int) -> None:
         """Remove the lines of later steps; warn of missing lines, and of removed ones that will not return.
@@ -239,7 +239,7 @@ class MetricsLog:
         write_text(self.path, "".join(retained))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the metrics file; the console and the trackers stay open."""
         self._file.close()
 
     def __enter__(self) -> MetricsLog:
@@ -284,7 +284,7 @@ class Progress:
         return self
 
     def _start_bar(self) -> Any:
-        """Return a running progress bar, or a spinner if the total is unknown."""
+        """Start a progress bar and return it; it is a spinner if the total number of units is unknown."""
         # Imported only if the console is a terminal.
         from rich.console import Console
         from rich.progress import (
@@ -379,7 +379,7 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
+    """Format seconds as a clock shows them: ``0:07``, ``12:34`` or ``1:02:03``."""
     # `not <` instead of `>=`, so that this branch handles NaN, too.
     if not abs(seconds) < _LONGEST_CLOCK:
         return f"{seconds:.3g} s"

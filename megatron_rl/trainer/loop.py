@@ -46,7 +46,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.served_teacher import NO_LOG_PROBS, VALID, TeacherResults
-from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
     combine_rounds,
@@ -54,7 +53,7 @@ from megatron_rl.trainer.rewards import (
     prompts_to_add,
     record_groups,
 )
-from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.sample import RolloutSource, refill
 from megatron_rl.types import (
     Rollouts,
     Scores,
@@ -138,7 +137,10 @@ class SameStepBatches:
         phase: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """See `BatchSource.next`."""
+        """Sample and reward the batch in this step, in as many rounds as dynamic sampling needs.
+
+        See `BatchSource.next`.
+        """
         rounds: list[ScoredBatch] = []
         sync_metrics = Metrics()
         while prompt_count := prompts_to_add(rounds, self.algorithm, self.config):
@@ -277,9 +279,10 @@ def _rows_by_teacher(
     roles: Roles,
     config: RunConfig,
 ) -> dict[str, list[int]]:
-    """Return the rows of the tasks of each teacher by its role's name; empty without teachers of tasks.
+    """Return which rows each teacher scores: name of the teacher's role -> indices of the rows of its tasks.
 
-    Raises UserError for a task that no teacher has.
+    The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task no teacher
+    has.
     """
     if not config.teachers:
         return {}

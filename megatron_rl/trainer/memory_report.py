@@ -85,9 +85,9 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
 
 
 def _fix(config: RunConfig, in_pass: bool, phase: str) -> str:
-    """Return the advice, with configuration keys, that lowers the memory of the phase.
+    """Return advice that names the configuration keys with which the phase needs less memory.
 
-    ``in_pass``: whether a forward or backward pass ran out of memory.
+    ``in_pass``: whether the memory ran out in a forward or backward pass, rather than elsewhere in the phase.
     """
     if phase == "generate":
         return "lower rollout.memory_fraction, or rollout.max_in_flight"

@@ -28,8 +28,7 @@ from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
@@ -133,7 +132,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template, which is equal for all sets."""
+    """Return whether the prompts were rendered with the chat template: those of all sets, or of none."""
     return next(iter(sources.values())).templated
 
 

@@ -34,7 +34,7 @@ def _templates() -> Environment:
 
 
 def _render(template: str, **values: Any) -> Markup:
-    """Render a template with values."""
+    """Render the template file ``template`` of `pages/` with the named values; return the HTML."""
     return Markup(_templates().get_template(template).render(**values))
 
 
@@ -45,12 +45,12 @@ def write(path: Path, title: str, sections: Sequence[Markup]) -> None:
 
 
 def heading(text: str) -> Markup:
-    """Return a heading of a section."""
+    """Return the heading of a section as HTML."""
     return Markup("<h2>{}</h2>").format(text)
 
 
 def paragraph(text: str) -> Markup:
-    """Return a paragraph."""
+    """Return a paragraph of text as HTML."""
     return Markup("<p>{}</p>").format(text)
 
 
@@ -59,32 +59,35 @@ def table(
     rows: Sequence[Sequence[str]],
     numeric: Sequence[int] = (),
 ) -> Markup:
-    """Return a table; ``numeric`` are the indices of the columns that are aligned to the right."""
+    """Return a table as HTML; ``numeric`` are the indices of the columns that are aligned to the right."""
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 
 
 def about(rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return the facts about a page's subject: names and values, without headings."""
+    """Return the names and values of facts about a page's subject, as HTML without a heading."""
     return _render("about.html", rows=rows)
 
 
 def folded(title: str, content: Markup) -> Markup:
-    """Return content that is shown once its title is clicked."""
+    """Return content as HTML that is only shown once its title is clicked."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, content)
 
 
 def charts(charts: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return charts by the values of `curves.charts`, side by side if there is room; once per page."""
+    """Return the HTML of charts, side by side if there is room; a page can have it only once.
+
+    ``charts``: values that `curves.charts` returns.
+    """
     return _render("charts.html", charts=charts)
 
 
 def text(content: str) -> Markup:
-    """Return a section of preformatted text."""
+    """Return preformatted text as HTML, in a fixed-width font and with its line breaks."""
     return Markup("<pre>{}</pre>").format(content)
 
 
 def sample_browser(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return a list of samples with filters.
+    """Return the HTML of a list of samples that the reader can filter.
 
     Each sample has set, step, prompt, response, truth, reward, components, advantage, length, finish, turns,
     failure, group, group_size and marks; absent values are None or empty. A turn has role, content, tokens,

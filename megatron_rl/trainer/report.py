@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from markupsafe import Markup
 
@@ -17,7 +20,8 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
-from megatron_rl.errors import UserError
+from megatron_rl.durable import require_file
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -32,8 +36,10 @@ from megatron_rl.trainer.curves import (
 )
 from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
 from megatron_rl.trainer.logging import clock, spans
-from megatron_rl.trainer.report_samples import StoredSamples, read_samples, stored_samples
 from megatron_rl.trainer.starts import Start, read_starts
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 HEALTH_SAMPLES = 4
 """Maximum number of samples that are shown for a health rule."""
@@ -52,9 +58,9 @@ PART_OF = {
 }
 """Phases whose time is a part of other phases' time."""
 BETWEEN_STEPS = "between steps"
-"""The same of `OUTSIDE_STEPS`."""
+"""Phases of `OUTSIDE_STEPS` whose time is a part of other phases' time."""
 
-_PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
+PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (
     "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
     "roles on ranks of their own phases also run at the same time."
@@ -63,8 +69,30 @@ PHASES_NOTE = (
 _NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
 
+SAMPLES = 2000
+"""Number of samples on a page; more are shown if every file is to have `MIN_SAMPLES_OF_A_STEP`."""
+SAMPLES_OF_A_STEP = 32
+"""Maximum number of samples that are shown of one file."""
+MIN_SAMPLES_OF_A_STEP = 4
+"""Minimum number of samples that are shown of one file: one for each of `MARKS`."""
+MARKS = ("worst", "best", "longest", "invalid")
+"""Kinds of samples that every step has on the page, if it has them at all."""
+MAX_TEXT_CHARACTERS = 4000
+"""Maximum characters of a sample's text; the rest is cut off."""
+_MIN_TEXT_CHARACTERS = 200
+"""Maximum characters of a sample's text on the page of a run with many steps."""
+_PAGE_CHARACTERS = 24_000_000
+"""Characters of all samples' texts on a page, from which the maximum of one text follows."""
+_COMPONENT = "component/"
+"""Prefix of the columns in a samples file that contain the components of a reward."""
+TRAINING = "training"
+"""Name under which the page shows samples of training steps, beside the evaluation sets."""
+
+FINISH_REASONS = ("stop", "length", "failed")
+"""Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+
 SummaryRow = tuple[str, str, str]
-"""Row of the final table: name, value, remark."""
+"""Row of the report's final table: name, value, remark."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,22 @@ class PhaseTime:
     """Fraction of the time of all steps; None for a phase outside of steps."""
     part_of: str = ""
     """Phase that includes this one's time, empty for a phase that is not part of another."""
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """Samples of training steps and evaluations that a report shows, out of those that a run has stored.
+
+    Example: a run with one step of 512 samples has 32 ``rows`` and the ``counts``
+    ``[{"set": "training", "step": 1, "stored": 512, "shown": 32}]``.
+    """
+
+    rows: list[dict[str, Any]]
+    """Samples in the format of `page.sample_browser`, by set and step."""
+    counts: list[dict[str, Any]]
+    """Numbers of stored and shown samples of each set and step."""
+    unreadable: list[str]
+    """A line for each file that cannot be read, such as one that a crash of the machine has torn."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:
@@ -132,10 +176,12 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
 
     for line in samples.unreadable:
         print(f"warning: {line}", file=console)
-    print(
-        f"learning curves: {folder.curve}\nreport:          {folder.report}",
-        file=console,
-    )
+    files = [("learning curves:", folder.curve), ("report:", folder.report)]
+    # A run in progress, or one that exports nothing, has no model yet.
+    if folder.model.is_dir():
+        files.append(("trained model:", folder.model))
+    for label, path in files:
+        print(f"{label:<16} {path}", file=console)
     return folder.report
 
 
@@ -161,7 +207,7 @@ def _page_sections(
         sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(_PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
         sections.append(page.paragraph(PHASES_NOTE))
 
     # Files that cannot be read are named even if no sample is left to show.
@@ -210,7 +256,7 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
 
 
 def revision_text(start: Start) -> str:
-    """Return the revisions of the package and of the folder in which a run was started."""
+    """Return the git revisions of the package and of the folder in which a run was started, as text."""
     package_revision = start.revision or "installed from a package"
     if start.working_revision in (None, start.revision):
         return package_revision
@@ -218,7 +264,7 @@ def revision_text(start: Start) -> str:
 
 
 def pairs_text(values: Mapping[str, Any]) -> str:
-    """Return names and values as one line."""
+    """Format names and values as one line, such as ``torch 2.9, vllm 0.12``."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -299,7 +345,7 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
-    """Return the rows of the final table; a metric that was not measured has no row."""
+    """Return the rows of the report's final table; a metric that was not measured has no row."""
     rows = [_accuracy_row(lines, name) for name in measured_accuracies(lines)]
     rows += _trend_rows(lines)
     if lines:
@@ -332,7 +378,7 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
     best = max(range(len(accuracy)), key=accuracy.__getitem__)
     difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
     remark = f"{difference}; best {_three_digits(accuracy[best])} at step {steps[best]}"
-    return name, _change(accuracy[0], accuracy[-1]), remark
+    return name, _change_text(accuracy[0], accuracy[-1]), remark
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
@@ -348,7 +394,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             # At most half of the steps, so that first and last steps do not overlap in a short run.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
-            change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
+            change = _change_text(fmean(values[:steps]), fmean(values[-steps:]), form)
             rows.append((label, change, remark))
 
     return rows
@@ -360,18 +406,18 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
     for metric, label in STAGE_METRICS:
         _, values = series(lines, f"{name}/{metric}")
         if values:
-            changes.append(f"{label} {_change(values[0], values[-1])}")
+            changes.append(f"{label} {_change_text(values[0], values[-1])}")
     steps, _ = series(lines, f"{name}/loss")
     return name, f"{len(steps)} steps", "; ".join(changes)
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with three digits after the decimal point."""
+    """Format a number with three digits after the decimal point."""
     return number_text(value, ".3f")
 
 
-def _change(first: float, last: float, form: str = ".3f") -> str:
-    """Return the text "FIRST → LAST"."""
+def _change_text(first: float, last: float, form: str = ".3f") -> str:
+    """Format a metric's first and last value as ``FIRST → LAST``; ``form`` is their number format."""
     return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
@@ -406,7 +452,7 @@ def _print_tables(
     phases: Sequence[PhaseTime],
     out: TextIO | None,
 ) -> None:
-    """Print the final table and the times of the phases."""
+    """Print the report's final table and the times of the phases; ``out`` is None for standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -429,10 +475,10 @@ def _print_tables(
 
     if phases:
         times = Table(title="time by phase", title_justify="left")
-        times.add_column(_PHASE_HEADINGS[0])
-        for heading in _PHASE_HEADINGS[1:-1]:
+        times.add_column(PHASE_HEADINGS[0])
+        for heading in PHASE_HEADINGS[1:-1]:
             times.add_column(heading, justify="right")
-        times.add_column(_PHASE_HEADINGS[-1])
+        times.add_column(PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
@@ -441,7 +487,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table of phases, below `_PHASE_HEADINGS`."""
+    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share = ""
@@ -452,3 +498,232 @@ def _phase_rows(
         per_step = f"{_three_digits(phase.per_step)} s"
         rows.append((phase.name, total, per_step, share, phase.part_of))
     return rows
+
+
+# Samples. A page cannot have every sample of a long run, so it has some of every step, and their number: the
+# worst, the best, the longest and the invalid ones, then the other samples of their groups, then others.
+
+
+def stored_samples(folder: RunFolder) -> StoredSamples:
+    """Return samples of every step and evaluation of a run, with long texts cut."""
+    files: list[tuple[str, int, Path]] = []
+    for path in folder.rollouts.glob("*.parquet"):
+        kind, _, step = path.stem.rpartition("_")
+        if step.isdecimal():
+            files.append((kind, int(step), path))
+    files.sort()
+
+    # Each file has `MIN_SAMPLES_OF_A_STEP` at least: of more files than the page has room for, take every
+    # stride-th of a kind. Select backwards, so that the last one of each kind is always included.
+    stride = max(1, -(-len(files) * MIN_SAMPLES_OF_A_STEP // SAMPLES))
+    selected: list[tuple[str, int, Path]] = []
+    for kind in dict.fromkeys(kind for kind, _, _ in files):
+        files_of_kind = [file for file in files if file[0] == kind]
+        selected += files_of_kind[::-stride][::-1]
+    files = selected
+
+    # The more files, the fewer samples of each, and the shorter their texts.
+    limit = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
+    characters = _PAGE_CHARACTERS // max(1, 2 * limit * len(files))
+    characters = min(MAX_TEXT_CHARACTERS, max(_MIN_TEXT_CHARACTERS, characters))
+
+    samples = StoredSamples([], [], [])
+    for kind, step, path in files:
+        try:
+            rows, stored = read_samples(kind, step, path, limit, characters)
+        except Exception as error:  # anything that pyarrow, or a row with an unexpected structure, raises
+            reason = first_line(error)
+            samples.unreadable.append(f"{path.name} is omitted, since it cannot be read: {reason}")
+            continue
+        samples.rows.extend(rows)
+        count = {"set": _set_name(kind), "step": step, "stored": stored, "shown": len(rows)}
+        samples.counts.append(count)
+    return samples
+
+
+def read_samples(
+    kind: str, step: int, path: Path, limit: int, characters: int = MAX_TEXT_CHARACTERS
+) -> tuple[list[dict[str, Any]], int]:
+    """Return at most ``limit`` samples of a file, and the number of samples in the file.
+
+    ``characters``: length to which texts are cut.
+    """
+    import pyarrow.parquet
+
+    require_file(path)
+    table = pyarrow.parquet.read_table(path)
+    rewards = [
+        _trained_reward(reward, is_valid)
+        for reward, is_valid in zip(_column(table, "reward"), _column(table, "valid"), strict=True)
+    ]
+    lengths = _numbers(table, "length")
+    groups = _column(table, "group")
+    marks = select_rows(rewards, lengths, groups, limit, spread=kind == "step")
+    if "reward" not in table.column_names:
+        marks = {row: [] for row in marks}
+
+    # Count the complete groups, since only a part of a group may be selected.
+    sizes = Counter(groups)
+
+    # Only the selected rows are converted to Python: texts are long.
+    rows = table.take(list(marks)).to_pylist()
+    samples = [
+        _sample(row, _set_name(kind), step, row_marks, characters)
+        for row, row_marks in zip(rows, marks.values(), strict=True)
+    ]
+    for sample in samples:
+        sample["group_size"] = sizes[sample["group"]]
+    return samples, table.num_rows
+
+
+def select_rows(
+    rewards: Sequence[float | None],
+    lengths: Sequence[float | None],
+    groups: Sequence[Any],
+    limit: int,
+    *,
+    spread: bool,
+) -> dict[int, list[str]]:
+    """Return at most ``limit`` rows in ascending order, each with its marks.
+
+    Marked rows come first, then the other rows of their groups. The remaining ones are ``spread`` over the
+    file, or else its first ones, which in an evaluation set have the same prompts in every step.
+
+    Example:
+        >>> select_rows([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 3, spread=True)
+        {0: ['worst'], 1: ['best', 'longest'], 2: ['invalid']}
+    """
+    count = len(rewards)
+    valid = [row for row in range(count) if rewards[row] is not None]
+    with_length = [row for row in range(count) if lengths[row] is not None]
+    # Sorting is stable: of equal rows the first ones are selected.
+    ranked = {
+        "worst": sorted(valid, key=lambda row: rewards[row] or 0.0),
+        "best": sorted(valid, key=lambda row: -(rewards[row] or 0.0)),
+        "longest": sorted(with_length, key=lambda row: -(lengths[row] or 0.0)),
+        "invalid": [row for row in range(count) if rewards[row] is None],
+    }
+
+    # Two rows of each kind, as far as there is room for the complete groups of some of them.
+    of_each = 1
+    if min(limit, count) >= 4 * len(MARKS):
+        of_each = 2
+    marks: dict[int, list[str]] = {}
+    for index in range(of_each):
+        for mark in MARKS:
+            for row in ranked[mark][index : index + 1]:
+                marks.setdefault(row, []).append(mark)
+
+    # All candidates in order of importance; a dict drops repeated rows and keeps the order.
+    marked_groups = list(dict.fromkeys(groups[row] for row in marks if groups[row] is not None))
+    siblings = [row for group in marked_groups for row in range(count) if groups[row] == group]
+    stride = 1
+    if spread:
+        stride = max(1, -(-count // limit))
+    candidates = [*marks, *siblings, *range(0, count, stride), *range(count)]
+    selected = sorted(list(dict.fromkeys(candidates))[:limit])
+    return {row: marks.get(row, []) for row in selected}
+
+
+def _column(table: Table, name: str) -> list[Any]:
+    """Return the values of a samples file's column, None for each row if there is no such column."""
+    if name not in table.column_names:
+        return [None] * table.num_rows
+    return table.column(name).to_pylist()
+
+
+def _numbers(table: Table, name: str) -> list[float | None]:
+    """Return the numbers of the column ``name``, None for NaN (a failed reward) and infinity."""
+    return [_finite(value) for value in _column(table, name)]
+
+
+def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None:
+    """Return the finite reward of a row, or None if the row was not trained on.
+
+    Such a row can have a reward: for example one without log-probs of a teacher's server. ``is_valid`` is
+    None in files without the column.
+    """
+    if is_valid is False:
+        return None
+    return _finite(reward)
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number with six decimals, or None for NaN and infinity, which JSON does not have."""
+    if value is None or not math.isfinite(value):
+        return None
+    return round(value, 6)
+
+
+def _set_name(kind: str) -> str:
+    """Return the name of the set whose samples a file holds: `TRAINING`, or an evaluation set."""
+    if kind == "step":
+        return TRAINING
+    return kind.removeprefix("eval_")
+
+
+def _sample(
+    row: dict[str, Any], set_name: str, step: int, marks: Sequence[str], characters: int
+) -> dict[str, Any]:
+    """Convert a row of a samples file to the format of `page.sample_browser`."""
+    finish = row.get("finish_reason")
+    if finish is not None:
+        finish = FINISH_REASONS[finish]
+    components = {
+        name.removeprefix(_COMPONENT): _finite(value)
+        for name, value in row.items()
+        if name.startswith(_COMPONENT)
+    }
+
+    return {
+        "set": set_name,
+        "step": step,
+        "prompt": _cut(row.get("prompt"), characters),
+        "response": _cut(row.get("response"), characters),
+        "truth": _cut_optional(row.get("ground_truth"), characters),
+        "reward": _trained_reward(row.get("reward"), row.get("valid")),
+        "components": components,
+        "advantage": _finite(row.get("advantage")),
+        "length": row.get("length"),
+        "finish": finish,
+        "turns": _turns(row.get("conversation"), characters),
+        "failure": _cut_optional(row.get("failure"), characters),
+        "group": row.get("group"),
+        "marks": list(marks),
+    }
+
+
+def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
+    """Return the turns of a stored conversation, or None for a single response."""
+    if conversation is None:
+        return None
+
+    # A column whose values have no common Parquet type is stored as JSON.
+    turns = conversation
+    if isinstance(conversation, str):
+        turns = json.loads(conversation)
+    return [
+        {
+            "role": turn["role"],
+            "content": _cut(turn["content"], characters),
+            "tokens": turn["tokens"],
+            "calls": [
+                _cut(f"{call['function']['name']} {call['function']['arguments']}", characters)
+                for call in turn.get("tool_calls") or ()
+            ],
+        }
+        for turn in turns
+    ]
+
+
+def _cut(value: Any, characters: int) -> str:
+    """Cut a value's text to ``characters``, and append the number of characters that were cut off."""
+    text = str(value)
+    surplus = len(text) - characters
+    if surplus <= 0:
+        return text
+    return f"{text[:characters]} … ({surplus} more characters)"
+
+
+def _cut_optional(value: Any, characters: int) -> str | None:
+    return None if value is None else _cut(value, characters)

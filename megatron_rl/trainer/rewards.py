@@ -63,7 +63,7 @@ class ScoredBatch:
     """
 
     prompts: PromptBatch
-    """Prompt of each row: a prompt is repeated for its samples."""
+    """Prompt of each row, B entries: a prompt occurs once per response that was sampled for it."""
     rollouts: Rollouts
     """The sampled rows, ragged over N tokens."""
     scores: Scores
@@ -74,7 +74,7 @@ class ScoredBatch:
     metrics: Metrics = field(default_factory=Metrics)
     """Metrics of sampling and rewards on this rank."""
     failures: tuple[Failure, ...] = ()
-    """Failed rewards on this rank."""
+    """Rewards that failed on this rank."""
 
     @property
     def failed_fraction(self) -> float:
@@ -84,7 +84,7 @@ class ScoredBatch:
 
     @property
     def _dropped(self) -> int:
-        """Return the number of rows that filters dropped."""
+        """Return the number of the batch's rows that response filters dropped."""
         rows = zip(self.scores.valid.tolist(), self.reasons, strict=True)
         return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
 
@@ -102,7 +102,7 @@ class ScoredBatch:
         )
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
-        """Return the rows with indices ``ids``, in that order; metrics and failures are those of all rows."""
+        """Return a batch of the rows ``ids``, in that order; metrics and failures are those of all rows."""
         # Log-probs and values do not exist yet: the step computes them after rows are selected.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(
@@ -139,7 +139,7 @@ class RowRewards:
     metrics: Metrics
     """Metrics of rewards on this rank."""
     failures: tuple[Failure, ...]
-    """Failed rewards on this rank."""
+    """Rewards that failed on this rank."""
 
 
 def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup) -> ScoredBatch:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
+from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     from_first_rank,
@@ -45,7 +46,6 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
-from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
@@ -109,7 +109,7 @@ def run(config: RunConfig, explicit: Sequence[str] = ()) -> None:
 
 @dataclass
 class RunStep:
-    """Step of a run, which the caller of `Training.steps` must execute."""
+    """One step of a run: `Training.steps` yields it, and its caller must execute it."""
 
     number: int
     """Number of the step, from 1."""
@@ -341,7 +341,7 @@ class Training:
             self.job.say(f"{key}: {as_warning(problem)}")
 
     def _progress(self, title: str) -> Progress:
-        """Return a progress display on the console of the main rank."""
+        """Return a progress display named ``title``, which only prints on the main rank."""
         return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
@@ -359,7 +359,7 @@ class Training:
         complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
-        """Run the pending stages. Collective over the world."""
+        """Run the stages before reinforcement learning that are not completed. Collective over the world."""
         # Iterate over all plans, since completed stages also count as versions and may have old checkpoints.
         plans = stage_plans(self.config)
         data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
@@ -631,7 +631,10 @@ class Training:
             self._write_report()
 
     def _export(self) -> None:
-        """Write the actor as a Hugging Face model. Collective over the world."""
+        """Write the actor as a Hugging Face model into the run folder, instead of an earlier one.
+
+        Collective over the world.
+        """
         # Remove a model that an earlier job of this run wrote.
         if self.job.main:
             shutil.rmtree(self.folder.model, ignore_errors=True)
@@ -654,7 +657,10 @@ class Training:
 
 
 def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
-    """Return the metrics of a step's tokens per second, counting tokens of prompts and responses."""
+    """Return the tokens per second of a step, in total and per GPU, as metrics.
+
+    Tokens of prompts and of responses count.
+    """
     tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,

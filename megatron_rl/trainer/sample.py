@@ -20,6 +20,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, changes_temperature
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.filters import FILTERS
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import EarlyRewards
 from megatron_rl.roles.rollout import RolloutRole
@@ -37,6 +38,7 @@ from megatron_rl.rollout.collate import (
     waiting_groups,
 )
 from megatron_rl.rollout.limits import AutoLimits, length_metrics
+from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.scheduler import GenerationRound
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
@@ -48,8 +50,11 @@ from megatron_rl.types import (
 )
 
 _RENDEZVOUS = itertools.count(1)
-"""Numbers of the open order's rounds: one counter per process for all sources, since all use the same store
-of the job. All ranks run the same rounds, so their counters are equal."""
+"""Numbers of the generation rounds in the open order, in which responses are trained on as they finish.
+
+There is one counter per process for all sources, since all use the same store of the job. All ranks run the
+same rounds, so their counters are equal.
+"""
 
 
 class StalenessError(RuntimeError):
@@ -79,7 +84,7 @@ class SampledBatch:
     """
 
     prompts: PromptBatch
-    """P prompts."""
+    """The P prompts, each with the same number of samples."""
     rollouts: Rollouts
     """P * samples rows; the rows of a prompt are consecutive."""
     greedy: Rollouts | None
@@ -198,14 +203,17 @@ class RolloutSource:
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
     def _staleness(self, rollouts: Rollouts) -> Metrics:
-        """Return metrics of the selected rows' age, unless the run samples ahead; see `staleness`."""
+        """Return `staleness` metrics of the selected rows; none if the run samples ahead."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()
         return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return the number of token rounds; in the open order, counts of required and surplus groups."""
+        """Return the number of token rounds; in the open order, counts of required and surplus groups.
+
+        In the open order responses are trained on as they finish, so there are no token rounds.
+        """
         if generation_round.rendezvous is None:
             token_rounds = new_tokens.shard.values["round"]
             count = float(token_rounds.max()) if len(token_rounds) else 0.0
@@ -290,7 +298,7 @@ class RolloutSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: groups, counts of informative groups, response lengths."""
+        """Return the state for checkpoints: groups, numbers of informative groups, response lengths."""
         return {
             **self.buffer.state_dict(),
             "informative": self.informative,
@@ -340,12 +348,12 @@ class RolloutSource:
 
     @property
     def _steps_ahead(self) -> int:
-        """Return `asynchrony.steps_ahead`."""
+        """Return `asynchrony.steps_ahead`: how many steps before its training a batch is sampled."""
         return self.config.asynchrony.steps_ahead
 
     @property
     def _max_staleness(self) -> int:
-        """Return `asynchrony.max_staleness`, in weight updates."""
+        """Return `asynchrony.max_staleness`: the maximum age of a trained-on row, in weight updates."""
         assert self.config.asynchrony.max_staleness is not None
         return self.config.asynchrony.max_staleness
 
@@ -395,6 +403,85 @@ def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaG
     sequences = [sequence for _, sequence in generation_round.unfinished]
     append_new_tokens(sequences, new_tokens, generation_round.version)
     return new_tokens
+
+
+def refill(
+    source: RolloutSource,
+    sampled: SampledBatch,
+    seed: int,
+    members: ReplicaGroup,
+) -> SampledBatch:
+    """Sample new responses for the rows that filters remove, up to `rollout.filters.refill` times.
+
+    A filter decides about each row independently, so a new response to the same prompt can replace a removed
+    row before rewards are computed. The new response's seed depends only on the row and the number of the
+    attempt, not on which other rows were removed.
+
+    Returns the batch with the new responses. ``seed``: seed of the round that sampled the batch. The engine
+    must be awake. Collective over the replica group, which must be all ranks.
+    """
+    max_attempts = source.config.rollout.filters.refill
+    if not max_attempts:
+        return sampled
+
+    rollouts = sampled.rollouts
+    count = len(rollouts)
+    prompts = sampled.prompts.repeat(count // max(len(sampled.prompts), 1))
+    early = dict(sampled.early)
+    num_refilled = 0
+    for attempt in range(1, max_attempts + 1):
+        filtered = source.roles.reward.filter(prompts, rollouts, members, early)
+        removed = sorted(filtered.names)
+        if not removed:
+            break
+
+        seeds = row_seeds(seed, [attempt * count + row for row in removed])
+        responses = _sample_rows(source, prompts.rows(removed), seeds, seed, members)
+        rollouts = _replace_rows(rollouts, removed, responses)
+        num_refilled += len(removed)
+
+        # Retain the verdicts of the other rows and drop those of the replaced ones.
+        early[FILTERS] = filtered.verdicts(range(count))
+        early = {
+            scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
+            for scorer, answers in early.items()
+        }
+
+    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(count))
+    return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
+
+
+def _sample_rows(
+    source: RolloutSource,
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    seed: int,
+    members: ReplicaGroup,
+) -> Rollouts:
+    """Sample a complete response to each prompt, with its seed of ``seeds``.
+
+    Collective over the replica group.
+    """
+    rollout = source.roles.rollout
+    version = source.roles.hybrid_engine.rollout_version
+    groups = tuple(start_groups(waiting_groups(prompts), 1, seed, version))
+    for group, row_seed in zip(groups, seeds, strict=True):
+        group.sequences[0].seed = row_seed
+
+    generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
+    pending = Pending(generation_round, rollout.infer(generation_round))
+    responses = gather_complete(rollout, pending, members)
+    source.limits.observe(prompts, responses)
+    return responses
+
+
+def _replace_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
+    """Return the batch with the rows of indices ``rows`` replaced by ``responses``, in order."""
+    order = list(range(len(rollouts)))
+    for index, row in enumerate(rows):
+        order[row] = len(rollouts) + index
+    combined = Rollouts.concatenate([rollouts, responses]).rows(order)
+    return replace(combined, group=rollouts.group)
 
 
 def conversation_metrics(rollouts: Rollouts) -> Metrics:

@@ -9,6 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.callbacks import Callbacks
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
@@ -16,7 +17,6 @@ from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.loop import StepResult
@@ -31,7 +31,7 @@ MAX_CONSOLE_CHARACTERS = 300
 
 
 class Samples:
-    """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
+    """Writer of the samples of steps and evaluations, to the run folder and to the trackers."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Samples:
             self.job.trackers.samples(kind, step, columns)
 
     def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
-        """Return the columns that tables of training samples and of evaluation answers have in common."""
+        """Return the columns that tables of training samples and evaluation answers share: name -> values."""
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),

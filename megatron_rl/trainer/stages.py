@@ -1,8 +1,7 @@
 """Stages before reinforcement learning: supervised training, preferences and reward models.
 
 The one idea: the same loop runs the steps of every stage. A `Stage` is a value with everything in which
-stages
-differ: role, data, objective, and what batches need.
+stages differ: role, data, objective, and what batches need.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class StageData:
-    """Records of one stage.
+    """Records that a stage trains and evaluates on, and how its steps divide them.
 
     Example: 20 records with 8 per step are 3 steps, the last with 4 records.
     """
@@ -88,7 +87,7 @@ class StageData:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of the stage."""
+        """Return the number of steps in which the stage uses all its records."""
         return -(-self.records // self.per_step)
 
     def size(self, step: int) -> int:
@@ -104,7 +103,7 @@ class Stage:
     """
 
     plan: StagePlan
-    """Plan of the stage, derived from the configuration."""
+    """Settings and model folder of the stage, derived from the configuration."""
     title: str
     """Name of the stage in messages and in the progress bar."""
     role: ModelRole
@@ -114,7 +113,7 @@ class Stage:
     objective: Objective
     """Loss and metrics of a micro-batch."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `ModelRole.update`."""
+    """Keyword arguments of `ModelRole.update` that the stage needs."""
     needs_reference: bool = False
     """Whether the objective needs log-probs of the policy with which the stage starts."""
     at_end: Callable[[], None] = lambda: None
@@ -370,7 +369,7 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
 
 
 def delete_checkpoints(plan: StagePlan, job: Job) -> None:
-    """Delete the checkpoints of a completed stage, on the main rank."""
+    """Delete the checkpoints of a completed stage, on the main rank; its model remains."""
     if job.main:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
 
@@ -470,7 +469,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
 
-        while step < data.steps and not _reaches(loss_target, loss):
+        while step < data.steps and not _has_reached(loss_target, loss):
             batch, position = next(batches)
             step += 1
             job.phases.step = step
@@ -493,7 +492,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
 
             checkpoints.complete_if_written()
             is_last = step == data.steps
-            if is_last and loss_target is not None and not _reaches(loss_target, loss):
+            if is_last and loss_target is not None and not _has_reached(loss_target, loss):
                 # The stage will fail, but a user can resume it from here with more steps.
                 with job.phases("checkpoint"):
                     checkpoints.save_final(step)
@@ -509,7 +508,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     return step
 
 
-def _reaches(target: float | None, loss: float | None) -> bool:
+def _has_reached(target: float | None, loss: float | None) -> bool:
     """Return whether a held-out loss has reached its stage's target; False without a target or a loss."""
     return target is not None and loss is not None and loss <= target
 
@@ -518,7 +517,7 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
     """Raise UserError if a stage has ended with a held-out loss above its `until_loss`."""
     plan = stage.plan
     target = plan.settings.until_loss
-    if _reaches(target, loss):
+    if _has_reached(target, loss):
         return
     raise UserError(
         f"the {stage.title} did not reach its target loss",
@@ -531,7 +530,10 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
 
 
 def _is_scheduled(step: int, every: int | None, last_step: int) -> bool:
-    """Return whether an action of every ``every`` steps (None: only of the last step) follows ``step``."""
+    """Return whether to act after ``step``, if that is due every ``every`` steps and after the last one.
+
+    ``every``: None to act only after the last step.
+    """
     return step == last_step or (every is not None and step % every == 0)
 
 

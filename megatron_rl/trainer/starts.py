@@ -31,16 +31,16 @@ _GIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
+    """Record of one start of a run's job: when, with which command, code, libraries and machine.
 
     Example: ``Start("2026-08-01T10:00:00+00:00", "torchrun --nproc-per-node 4 -m megatron_rl train run.yaml",
     explicit=("model.path", "steps"))``.
     """
 
     time: str
-    """Time in ISO format, with the offset to UTC."""
+    """Time of the start in ISO format, with the offset to UTC."""
     command: str
-    """Command line, with hidden secrets."""
+    """Command line, with the values of secrets replaced by ``(hidden)``."""
     revision: str | None = None
     """Git revision of this package, ``-dirty`` with changes; None if it is not a checkout."""
     working_revision: str | None = None
@@ -50,11 +50,11 @@ class Start:
     hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Host, processor, cores, device and ranks."""
     explicit: tuple[str, ...] = ()
-    """Keys that the configuration file or the command line has set."""
+    """Configuration keys that the user has set, in the file or on the command line."""
 
     @property
     def moment(self) -> datetime | None:
-        """Return the time, or None if it is not valid."""
+        """Return the time of the start as a datetime, or None if the stored text is not a valid time."""
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(self.time)
         return None
@@ -65,7 +65,10 @@ def current_start(
     hardware: Mapping[str, Any],
     explicit: Sequence[str],
 ) -> Start:
-    """Return the start of this process."""
+    """Describe the start of this process: the current time, the command line and the code revisions.
+
+    The arguments are stored as the fields of the same names.
+    """
     return Start(
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command_text(sys.argv, os.environ),
@@ -123,13 +126,13 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
     hides_next = False
     for argument in arguments[1:]:
         # A script's own option can have its secret in the next argument: `--api-key k`.
-        words.append(HIDDEN if hides_next and not argument.startswith("-") else _quoted(argument))
+        words.append(HIDDEN if hides_next and not argument.startswith("-") else _quote_argument(argument))
         hides_next = argument.startswith("-") and "=" not in argument and is_secret(argument)
     return " ".join([*launcher, *map(shlex.quote, target), *words])
 
 
-def _quoted(argument: str) -> str:
-    """Return an argument as a shell reads it, with the value hidden of an override that sets secrets."""
+def _quote_argument(argument: str) -> str:
+    """Quote a command-line argument for a shell; hide the value of an override that sets a secret."""
     key, separator, value = argument.partition("=")
     # A value can be a mapping with secrets in it: `reward.arguments={api_key: k}`.
     names = [*key.split("."), *re.findall(r"[\w-]+(?=\W*:)", value)]

@@ -22,7 +22,7 @@ from megatron_rl.errors import first_line
 MAX_QUEUED = 10_000
 """Maximum number of queued calls; further calls are dropped, because a tracker apparently hangs."""
 CLOSING_SECONDS = 60.0
-"""Seconds to wait for queued calls at the end of a job."""
+"""Seconds to wait for queued calls at the end of a complete job."""
 FAILING_SECONDS = 5.0
 """Seconds to wait for queued calls at the end of a job that ends by an exception."""
 _EVENTS = "events.out.tfevents."
@@ -40,11 +40,11 @@ class Tracker(Protocol):
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the finite metrics of a step."""
+        """Send those metrics of a step that are finite to the tracker."""
         ...
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Log samples as a table; ``kind`` is ``step`` or ``eval_NAME``."""
+        """Send samples to the tracker as a table; ``kind`` is ``step`` or ``eval_NAME``."""
         ...
 
     def close(self) -> None:
@@ -84,26 +84,26 @@ class Trackers:
         self._thread.start()
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`."""
+        """Queue `Tracker.begin` for all trackers."""
         self._enqueue("begin", phase, resumed_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Queue `Tracker.write` for all trackers."""
         self._enqueue("write", phase, step, dict(values))
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Log the first `logging.samples` rows of a table; see `Tracker.samples`."""
+        """Queue `Tracker.samples` for all trackers, with the first `logging.samples` rows of the table."""
         limit = self._config.samples
         if limit:
             rows = {name: [_cell(value) for value in values[:limit]] for name, values in columns.items()}
             self._enqueue("samples", kind, step, rows)
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the trackers after all queued calls; wait for at most ``seconds``."""
+    def close(self, time_limit: float = CLOSING_SECONDS) -> None:
+        """Close the trackers after all queued calls; return after at most ``time_limit`` seconds."""
         self._enqueue("close")
-        self._thread.join(seconds)
+        self._thread.join(time_limit)
         if self._thread.is_alive():
-            self._say(f"warning: trackers have not received all metrics within {seconds:g} s")
+            self._say(f"warning: trackers have not received all metrics within {time_limit:g} s")
 
     def __enter__(self) -> Trackers:
         return self
@@ -470,7 +470,7 @@ def host() -> dict[str, Any]:
 
 
 def _rows(columns: Columns) -> list[list[Any]]:
-    """Return the rows of a table."""
+    """Convert the table of samples from columns to rows: one list of values per sample."""
     return [list(row) for row in zip(*columns.values(), strict=True)]
 
 

@@ -1,6 +1,7 @@
-"""Boxes of named tensors: intersect the boxes that ranks hold with the boxes that ranks need.
+"""Boxes of named tensors: intersection of the boxes that ranks hold with the boxes that ranks need.
 
-Pure integer arithmetic. Ranks with equal boxes form one group, so that planning for many replicas takes no
+A box is a rectangular slice of a tensor, with its location in the storage of a rank. Pure integer arithmetic.
+Ranks with equal boxes form one group, so that planning for many replicas takes no
 longer than for one.
 """
 
@@ -17,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_rl.shapes.fused_experts import TensorLocation, expert_tensors
+from megatron_rl.shapes.fused_experts import FusedExperts, TensorLocation, expert_tensors
 from megatron_rl.types import TensorBox
 
 Coordinates = tuple[int, ...]
@@ -50,7 +51,7 @@ class BoxGroup:
     """
 
     ranks: Ranks
-    """Global ranks."""
+    """Global ranks that have the boxes, sorted."""
     boxes: tuple[TensorBox, ...]
     """Boxes of each of these ranks; their ``rank`` field is not meaningful."""
     dtypes: Mapping[str, torch.dtype]
@@ -72,13 +73,13 @@ class Region(NamedTuple):
     size: Coordinates
     """Size of the box, in elements."""
     holders: Ranks
-    """Global ranks, sorted."""
+    """Global ranks that hold the box, sorted."""
     receivers: Ranks
-    """Global ranks, sorted; a rank may be a holder too."""
+    """Global ranks that need the box, sorted; a rank may be a holder too."""
     dtype: torch.dtype
     """Dtype of the receivers' storage."""
     bytes: int
-    """Bytes of the box in this dtype."""
+    """Bytes of the box in ``dtype``."""
 
 
 class _Overlap(NamedTuple):
@@ -352,7 +353,7 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def containing(self, region: Region) -> list[TensorBox]:
-        """Return, for each box that contains the region, the box of the region in the same storage."""
+        """Return the boxes of a region: one in each storage that contains the region completely."""
         span = (region.start, region.size)
         result = []
         for box in self._by_name.get(region.name, ()):
@@ -374,18 +375,21 @@ class BoxIndex:
         return result
 
 
-def boxes_of_experts(boxes: Iterable[TensorBox], interleaved: bool = True) -> list[TensorBox]:
+def boxes_of_experts(boxes: Iterable[TensorBox], form: FusedExperts | None) -> list[TensorBox]:
     """Replace boxes of tensors that store all experts of a layer by boxes of one tensor per expert.
 
-    A stored matrix is [experts, in, out], a stored bias [experts, out]. If ``interleaved``, gate and up
-    alternate along the outputs; otherwise all outputs of the gate come first, and each box must contain all
-    outputs (see `shapes.fused_experts`). Boxes of other tensors are returned unchanged.
+    ``form`` is how the tensors are stored; None if there is a tensor per expert. Unless outputs of gate and
+    up alternate, each box must contain all of them. Boxes of other tensors are returned unchanged.
     """
     result: list[TensorBox] = []
     for box in boxes:
+        if form is None:
+            result.append(box)
+            continue
+
         dims = zip(box.start, box.size, strict=True)
         ends = tuple(begin + count for begin, count in dims)
-        for name, location in expert_tensors(box.name, ends, interleaved).items():
+        for name, location in expert_tensors(box.name, ends, form).items():
             if location.expert is None:
                 result.append(box)
             elif location.expert >= box.start[0]:
@@ -399,27 +403,36 @@ def _box_of_expert(
     location: TensorLocation,
 ) -> Iterator[TensorBox]:
     """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is any."""
+    # Dimensions of the stored tensor in the order of the expert's, whose first one has the outputs.
+    dims = list(range(1, len(box.start)))
+    if location.transposed:
+        dims.reverse()
+    output_dim, *inner_dims = dims
+    box_begin = box.start[output_dim]
+    output_stride = box.stride[output_dim]
+
     # Outputs of the expert's tensor, as indices in the stored tensor, up to the end of the box. The first
     # ones may be before the start of the box.
-    outputs = range(location.begin, box.start[-1] + box.size[-1], location.step)
+    outputs = range(location.begin, box_begin + box.size[output_dim], location.step)
     if location.step == 1:
         outputs = range(location.begin, location.end)
-    first = max(0, -(-(box.start[-1] - location.begin) // location.step))
+    first = max(0, -(-(box_begin - location.begin) // location.step))
     rows = len(outputs) - first
     if rows <= 0:
         return
 
     assert location.expert is not None
-    skipped = outputs[first] - box.start[-1]
-    # The last dimension of the stored tensor is the first one of the expert's.
-    start = (first, *box.start[1:-1])
     expert_offset = (location.expert - box.start[0]) * box.stride[0]
-    skipped_offset = skipped * box.stride[-1]
-    offset = box.offset + expert_offset + skipped_offset
-    row_stride = box.stride[-1] * location.step
-    stride = (row_stride, *box.stride[1:-1])
-    size = (rows, *box.size[1:-1])
-    yield TensorBox(name, start, size, box.rank, box.storage, offset, stride)
+    skipped_offset = (outputs[first] - box_begin) * output_stride
+    yield TensorBox(
+        name,
+        start=(first, *(box.start[dim] for dim in inner_dims)),
+        size=(rows, *(box.size[dim] for dim in inner_dims)),
+        rank=box.rank,
+        storage=box.storage,
+        offset=box.offset + expert_offset + skipped_offset,
+        stride=(output_stride * location.step, *(box.stride[dim] for dim in inner_dims)),
+    )
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:

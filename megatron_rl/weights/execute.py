@@ -22,7 +22,7 @@ from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Vie
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""
 VERIFY = ("full", "sampled", "off")
-"""Values of `weight_sync.verify`."""
+"""Values of `hybrid_engine.verify`."""
 LISTED_FAULTS = 10
 """Largest number of differing regions that an error lists."""
 
@@ -95,11 +95,13 @@ class Execution:
         self._reference_sums: list[tuple[_Term, Tensor]] = []
 
     def _source_view(self, region: Region) -> Tensor:
+        """Return the view of a region in a source storage of this rank."""
         # Any storage of this rank that contains the region has the same values.
         box = self._source_boxes.containing(region)[0]
         return view_of(self._sources[box.storage], box)
 
     def _destination_views(self, region: Region) -> Views:
+        """Return the views of a region in all destination storages of this rank that contain it."""
         boxes = self._destination_boxes.containing(region)
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
@@ -191,12 +193,12 @@ class Execution:
         if computed:
             device_checksums = [checksum for _, checksum in computed]
             checksums = torch.stack(device_checksums).cpu()
-        balances = _balances(terms, checksums, regions)
+        balances = _sum_by_region(terms, checksums, regions)
 
         # Reduce a single number, as all regions usually agree: gloo takes several times as long for a
         # vector. With odd factors a single differing region always changes the sum; the differences of
         # several regions cancel with probability 2**-64.
-        factors = _mix(0, len(regions), balances.device)
+        factors = _odd_factors(0, len(regions), balances.device)
         folded = (balances * factors).sum()[None]
         if not sum_over_ranks(folded, self._group).item():
             return len(regions)
@@ -331,12 +333,15 @@ class Execution:
         return f"{box}: rank {rank} has {value_bits}, {holders}"
 
 
-def _balances(
+def _sum_by_region(
     terms: Sequence[_Term],
     checksums: Tensor,
     regions: range,
 ) -> Tensor:
-    """Add up one rank's weighted checksums per region, [len(regions)] int64; ``checksums`` are [terms]."""
+    """Return the sum of this rank's weighted checksums of each region, [len(regions)] int64.
+
+    ``checksums`` [terms] are the values of ``terms``.
+    """
     indices = [term.region // regions.step for term in terms]
     weights = [term.weight for term in terms]
     term_weights = torch.tensor(weights, dtype=torch.int64)
@@ -532,7 +537,7 @@ def _column_weights(
     words_per_element = max(1, itemsize // 4)
     first_word = start * words_per_element // elements_per_word
     num_words = count * words_per_element // elements_per_word
-    return _mix(first_word, num_words, device)
+    return _odd_factors(first_word, num_words, device)
 
 
 def _matrices(
@@ -540,15 +545,17 @@ def _matrices(
     start: Sequence[int],
     weight: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the [rows, columns] matrices of a box, each with odd factors [rows] of its rows.
+    """Yield the matrices [rows, columns] that make up a box, each with the checksum factors of its rows.
 
-    The factors depend on all coordinates of a row. ``weight`` is the factor of the outer dimensions.
+    ``values`` is the box, of at least two dimensions, and ``start`` its first coordinates in the complete
+    tensor. The factors are odd numbers that depend on all coordinates of a row. ``weight`` is the factor of
+    the outer dimensions, in a recursive call.
     """
     dim = len(start) - values.dim()
 
     # The dimension is part of the position, so that equal coordinates in two dimensions differ.
     position = start[dim] + values.dim() * 2**40
-    position_weights = _mix(position, values.shape[0], values.device)
+    position_weights = _odd_factors(position, values.shape[0], values.device)
     dim_weights = position_weights * weight
     if values.dim() == 2:
         yield values, dim_weights
@@ -557,7 +564,7 @@ def _matrices(
         yield from _matrices(inner, start, inner_weight)
 
 
-def _mix(start: int, count: int, device: torch.device) -> Tensor:
+def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
     state = torch.arange(
         start,

@@ -1,4 +1,4 @@
-"""Reshard plan: choose a sender for every region that a rank needs, with the least traffic.
+"""Reshard plan: the sender of every region that a rank needs, chosen for the least traffic.
 
 Only integer arithmetic. Every rank computes the same plan from the same layouts, so no rank has to send it to
 the others.
@@ -165,7 +165,7 @@ class Schedule:
 
     @property
     def messages_per_rank(self) -> int:
-        """Return the most messages that any rank sends, or receives."""
+        """Return the largest number of messages that any rank sends, or receives."""
         sent_counts: Counter[int] = Counter()
         received_counts: Counter[int] = Counter()
         for (sender, receiver), count in self.messages.items():
@@ -193,7 +193,7 @@ def schedule_phases(
     width = max(1, staging_bytes // (4 * message_bytes))
     while True:
         phase = {pair: number // width for pair, number in rounds.items()}
-        candidate = _divide(plan, sizes, phase, staging_bytes)
+        candidate = _divide_staging(plan, sizes, phase, staging_bytes)
         if width == 1 or candidate.messages_per_rank <= MAX_MESSAGES:
             return candidate
 
@@ -201,13 +201,13 @@ def schedule_phases(
         width //= 2
 
 
-def _divide(
+def _divide_staging(
     plan: ReshardPlan,
     sizes: Sequence[Mapping[int, int]],
     phase: Mapping[Pair, int],
     staging_bytes: int,
 ) -> Schedule:
-    """Return the schedule of these phases that packs as few regions as `MAX_MESSAGES` allows.
+    """Return the schedule of these phases in which as few regions share messages as `MAX_MESSAGES` allows.
 
     ``sizes`` counts the regions of each bundle by their bytes.
     """
@@ -259,7 +259,7 @@ def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
 
 
 def _most_streams(phase: Mapping[Pair, int]) -> int:
-    """Return the most pairs that one rank belongs to in one phase: they share the staging memory."""
+    """Return the largest number of pairs of one rank in one phase, which share its staging memory."""
     streams: Counter[tuple[int, int]] = Counter()
     for pair, number in phase.items():
         for rank in pair:
@@ -302,6 +302,7 @@ def _count_messages(
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
     return -(-dividend // divisor)
 
 
@@ -390,6 +391,7 @@ def check_plan(plan: ReshardPlan) -> None:
 
 
 def _total_bytes(group: Sequence[Region]) -> int:
+    """Return the bytes of all regions of a group."""
     return sum(region.bytes for region in group)
 
 
@@ -412,10 +414,10 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
 
 
 def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
-    """Yield a group in bundles, cut where the sender of any receiver changes.
+    """Yield the bundles of a group of regions: a new one begins where the sender of any receiver changes.
 
     ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a
-    sender's part ends at the region's end nearest to it.
+    sender's part is extended or shortened to the nearest end of a region.
     """
     ends = list(itertools.accumulate(region.bytes for region in group))
 

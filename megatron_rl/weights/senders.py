@@ -60,7 +60,7 @@ class Share(NamedTuple):
     sender: int
     """Global rank of the sender; equal to the receiver's for a local copy."""
     bytes: int
-    """Bytes to send."""
+    """Number of bytes that this sender sends to the receiver."""
 
 
 SharesByReceiver = dict[int, list[Share]]
@@ -95,7 +95,7 @@ def choose_senders(
                 remote_receivers.append(rank)
 
         result.append(local_shares)
-        for holders, receivers in _by_distance(group.holders, remote_receivers, nodes):
+        for holders, receivers in _split_by_distance(group.holders, remote_receivers, nodes):
             demand = Demand(index, receivers, holders, group.bytes)
             demands.append(demand)
 
@@ -106,7 +106,7 @@ def choose_senders(
     return result
 
 
-def _by_distance(
+def _split_by_distance(
     holders: Sequence[int],
     receivers: Sequence[int],
     nodes: Mapping[int, int],
@@ -208,13 +208,13 @@ class _Assignment:
     def assign(self, demand: Demand) -> SharesByReceiver:
         """Return the senders of each receiver of a demand, and subtract their bytes from the budgets."""
         result: SharesByReceiver = {}
-        for receiver in self._ordered_receivers(demand):
+        for receiver in self._order_receivers(demand):
             shares = self._choose(receiver, demand)
             self._record(receiver, demand, shares)
             result[receiver] = shares
         return result
 
-    def _ordered_receivers(self, demand: Demand) -> Sequence[int]:
+    def _order_receivers(self, demand: Demand) -> Sequence[int]:
         """Return the receivers in the order in which their senders are chosen."""
         if len(demand.holders) == 1:
             return demand.receivers

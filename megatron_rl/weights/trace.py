@@ -27,7 +27,10 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Frame:
-    """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d]."""
+    """Placement of one box of a source tensor in a storage.
+
+    The element with index i_d in each dimension d of the box is at position offset + sum_d i_d * stride[d].
+    """
 
     name: str
     """Name of the source tensor."""
@@ -98,9 +101,11 @@ class CopyRecorder(TorchDispatchMode):
             entries.sort()
 
         self.boxes: list[TensorBox] = []
+        """Boxes of the copies so far, in the order of the copies."""
         self.zeroed: set[str] = set()
         """Destinations into which the loader copies a source tensor that it has set to zero before."""
         self._zeros: set[int] = set()
+        """Storages of the source tensors that the loader has set to zero."""
 
     def add_source(self, name: str, tensor: Tensor) -> None:
         """Add a source tensor, which must not share its storage with another source."""
@@ -169,7 +174,7 @@ class CopyRecorder(TorchDispatchMode):
         return target
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return name and first element of the destination that contains a view, or None."""
+        """Return the name of the destination that contains a view, and its first position, or None."""
         entries = self._destinations.get(_storage(tensor))
         if entries is None:
             return None
@@ -194,7 +199,11 @@ class CopyRecorder(TorchDispatchMode):
         name: str,
         begin: int,
     ) -> list[TensorBox]:
-        """Return the boxes of a copy into the destination ``name``, whose first element is ``begin``."""
+        """Return the boxes of one copy from the view ``source`` into ``target``, a view of a destination.
+
+        ``name`` is the name of the destination, and ``begin`` the position of its first element in the
+        storage.
+        """
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
 
@@ -279,11 +288,11 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
     Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
     # From the innermost dimension outwards: rows become matrices, matrices become blocks.
-    merged = sorted(set(boxes), key=_order)
+    merged = sorted(set(boxes), key=_sort_key)
     dims = max((len(box.start) for box in merged), default=0)
     for dim in reversed(range(dims)):
         merged = _merge_along(merged, dim)
-    return sorted(merged, key=_order)
+    return sorted(merged, key=_sort_key)
 
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
@@ -348,7 +357,7 @@ def _resolve(
     source: Tensor,
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
-    """Return the source coordinates of a view's first element, and the axes of the view."""
+    """Return the source coordinates of the first element of the view ``source``, and the view's axes."""
     position = int(source.storage_offset()) - frame.offset
     first = _coordinates(frame, position)
     axes: list[_Axis] = []
@@ -507,6 +516,7 @@ def _frame_of(name: str, tensor: Tensor) -> _Frame:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage object, which is equal for all views of the storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -525,10 +535,12 @@ def _drop_dim(
     values: tuple[int, ...],
     dim: int,
 ) -> tuple[int, ...]:
+    """Return the values of all dimensions but one."""
     return values[:dim] + values[dim + 1 :]
 
 
-def _order(box: TensorBox) -> Any:
+def _sort_key(box: TensorBox) -> Any:
+    """Return the key by which boxes are sorted: by tensor, storage and rank, then by coordinates."""
     return (
         box.name,
         box.storage,

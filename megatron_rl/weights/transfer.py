@@ -45,7 +45,7 @@ class _Segment:
     offset: int
     """Bytes from the start of the message."""
 
-    def staged(self, buffer: Tensor) -> Tensor:
+    def staging_view(self, buffer: Tensor) -> Tensor:
         """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
         shape = self.views[0].shape
         end = self.offset + shape.numel() * self.dtype.itemsize
@@ -53,11 +53,12 @@ class _Segment:
         return segment.view(self.dtype).view(shape)
 
     def in_place(self) -> Tensor | None:
-        """Return the view's storage as bytes if it can be sent or received without staging, else None."""
+        """Return the view as flat bytes if it can be sent or received without staging, else None."""
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
-        return view.reshape(-1).view(torch.uint8)
+        # A box of one element has the stride 0, with which torch cannot view bytes.
+        return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
@@ -98,7 +99,7 @@ class _Stream:
         return num_bytes >= min(self.own_message_bytes, self.slot)
 
     def in_place(self) -> list[Tensor | None]:
-        """Return for each message the storage that replaces its staging buffer, or None."""
+        """Return for each message the bytes of live storage that replace its staging buffer, or None."""
         storages: list[Tensor | None] = []
         for segments in self.messages:
             storage = None
@@ -142,6 +143,7 @@ class _Stream:
                 self._append(row_views, dtype)
 
     def _begin_message(self) -> None:
+        """Append an empty message."""
         self.messages.append([])
         self.lengths.append(0)
 
@@ -216,7 +218,10 @@ class Exchange:
         number: int,
         buffers: dict[Any, Tensor],
     ) -> list[Any]:
-        """Post the sends and receives of message ``number`` of every stream; return their work handles."""
+        """Post the sends and receives of message ``number`` of every stream; return their work handles.
+
+        ``buffers`` has the staging buffers of these messages by direction and peer.
+        """
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
@@ -244,7 +249,7 @@ class Exchange:
                 )
                 if self._in_place[id(stream)][number] is None:
                     for segment in stream.messages[number]:
-                        segment.staged(message).copy_(segment.views[0])
+                        segment.staging_view(message).copy_(segment.views[0])
                 operation = dist.P2POp(
                     dist.isend,
                     message,
@@ -294,7 +299,7 @@ class Exchange:
                 continue
 
             for segment in stream.messages[number]:
-                value = segment.staged(buffers["in", peer])
+                value = segment.staging_view(buffers["in", peer])
                 for view in segment.views:
                     view.copy_(value)
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 KINDS: Mapping[str, int] = {
     "damages": 200, "inputs": 1000, "rewards": 360, "leaks": 2000, "layouts": 2000, "kills": 200,
     "examples": 100, "fused_layouts": 1000, "simulations": 100, "combinations": 200,
+    "matrices": 1000,
 }  # fmt: skip
 """Kind of case -> number of cases without ``--count``, in the order of ``all``."""
 
@@ -39,7 +40,7 @@ OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "failed", 
 - ``hang``: the case did not end in time.
 - ``left over``: processes, files or shared memory remained after the end.
 - ``accepted``: an invalid input was accepted silently.
-- ``failed``: a command of an example failed.
+- ``failed``: a command of an example, or a test, failed.
 - ``broken``: the campaign's own code failed.
 """
 

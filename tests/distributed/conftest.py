@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from tests import small_data
 from tests.conftest import Launch
 
-TORCHRUN = Path(__file__).parent / "workers/forked_torchrun.py"
+WORKERS = Path(__file__).parent / "workers"
+TORCHRUN = WORKERS / "forked_torchrun.py"
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +37,25 @@ def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[...
         code = re.search(r"exit code of torchrun: (-?\d+)", output)
         assert code, output
         return int(code[1]), output
+
+    return run
+
+
+@pytest.fixture
+def in_turn(fork: Callable[..., Launch], tmp_path: Path) -> Callable[..., list[str]]:
+    """Run commands one after another in one launch: ``in_turn(ranks, *command_lines)``; return their outputs.
+
+    Starting ranks takes about as long as a short run. Runs whose equality is tested, such as a resumed one
+    and an uninterrupted one, have a launch each, so that nothing passes from one to the other in memory.
+    """
+
+    def run(ranks: int, *commands: Sequence[object], timeout: float = 300.0) -> list[str]:
+        plan = tmp_path / "in_turn"
+        plan.write_text(json.dumps([[str(word) for word in command] for command in commands]))
+        launch = fork(WORKERS / "in_turn.py", ranks, plan, timeout=timeout, check=False)
+        outputs = [plan.with_suffix(f".{number}") for number in range(len(commands))]
+        texts = [output.read_text() for output in outputs if output.exists()]
+        assert launch.returncode == 0, "\n".join([launch.output, *texts])[-8000:]
+        return texts
 
     return run

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
+from megatron_rl.megatron.logit_rules import token_temperatures
 from megatron_rl.rollout.engines.base import Storage
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
@@ -118,17 +119,21 @@ def supports(rollouts: Rollouts, vocabulary: int) -> torch.Tensor:
 
 
 def transformers_agree(reference: TorchEngine, rollouts: Rollouts) -> None:
-    """Compare the engine's log-probs with transformers' own, computed row by row at the row's temperature."""
+    """Compare the engine's log-probs with transformers' own, computed at each token's temperature."""
+    temperatures = rollouts.temperature.repeat_interleave(rollouts.lengths)
+    if rollouts.rules is not None:
+        temperatures = token_temperatures(temperatures, rollouts.lengths, rollouts.rules)
     for row, mask, values, allowed, temperature in zip(
         split_rows(rollouts.tokens, rollouts.lengths),
         split_rows(rollouts.response_mask, rollouts.lengths),
         split_rows(rollouts.rollout_log_probs, rollouts.lengths),
         split_rows(supports(rollouts, 301), rollouts.lengths),
-        rollouts.temperature.tolist(),
+        split_rows(temperatures, rollouts.lengths),
         strict=True,
     ):
         with torch.no_grad():
-            logits = reference._model(row[None]).logits[0, :-1].float() / temperature  # pyright: ignore
+            logits = reference._model(row[None]).logits[0, :-1].float()  # pyright: ignore
+        logits = logits / temperature[1:, None]
         logits = logits.masked_fill(~allowed[1:], -torch.inf)
         expected = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
         torch.testing.assert_close(values[1:][mask[1:]], expected[mask[1:]], atol=1e-4, rtol=0)

@@ -71,6 +71,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-moe", {"context": 2, "expert": 2}, {}),
     ("deepseek-v3", {"context": 2, "pipeline": 2}, {}),
     ("gemma3", {"context": 4}, {}),
+    ("gemma4", {"tensor": 4, "sequence_parallel": True}, {}),  # ranks share key-value heads of both kinds
     ("deepseek-v2", {"pipeline": 4}, {}),
     ("moonlight", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
     (

@@ -25,6 +25,9 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import FINISH_LENGTH
 from tests.sampling import generate, make_prompts
 
+HEATING = {"start": 0.6, "end": 1.4, "over": 12}
+HEATED = SAMPLED._replace(temperature=0.6, last_temperature=1.4, temperature_tokens=12)
+
 
 def check_long_prompts(path: Path) -> None:
     """Check prompts whose total length exceeds one vLLM step, so that a seeded request would be split."""
@@ -99,7 +102,8 @@ def check_requests(path: Path) -> None:
 def check_updates_in_flight(path: Path) -> None:
     """Check that tokens after an update have the new weights' log-probs.
 
-    With ``keep`` they follow from keys and values that older weights computed.
+    With ``keep`` they follow from keys and values that older weights computed. Either way the temperature
+    goes on where it was when the request was interrupted.
     """
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
     for parameter in new.parameters():
@@ -109,11 +113,11 @@ def check_updates_in_flight(path: Path) -> None:
     seeds = row_seeds(5, range(3))
 
     requests = [
-        GenerationRequest(n, row, SAMPLED, 20, seed)
+        GenerationRequest(n, row, HEATED, 20, seed)
         for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
     ]
     for on_update in (RECOMPUTE, KEEP):
-        engine = build(path, 2, on_update=on_update)
+        engine = build(path, 2, on_update=on_update, temperature=HEATING)
         write(engine, path)
         engine.finish_update(1)
 
@@ -162,16 +166,21 @@ def check_updates_in_flight(path: Path) -> None:
             torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0)
 
         # A new request must not read a prefix that older weights have cached.
-        new_request = generate(engine, make_prompts(rows[:1], SAMPLED), seed=5)
+        new_request = generate(engine, make_prompts(rows[:1], HEATED), seed=5)
         expected = log_probs(new, new_request.tokens.tolist())[-20:]
         torch.testing.assert_close(new_request.rollout_log_probs[-20:], expected, atol=1e-4, rtol=0)
         engine.close()
 
 
 def log_probs(model: Any, tokens: list[int], cache: Any = None) -> torch.Tensor:
-    """Return a transformers model's log-probs of all tokens but the first, continuing from ``cache``."""
+    """Return a transformers model's log-probs of all tokens but the first, continuing from ``cache``.
+
+    The last token is the 20th of its turn, as in the checks above.
+    """
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0, :-1].float()
     # vLLM reports log-probs at the temperature of sampling.
-    scaled = (logits / SAMPLED.temperature).log_softmax(1)
+    share = ((torch.arange(len(logits)) - len(logits) + 20) / HEATING["over"]).clamp(0.0, 1.0)
+    temperature = HEATING["start"] + (HEATING["end"] - HEATING["start"]) * share
+    scaled = (logits / temperature[:, None]).log_softmax(1)
     return scaled.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

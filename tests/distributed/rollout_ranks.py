@@ -161,6 +161,38 @@ def check_sampling(path: Path) -> None:
     engine.close()
 
 
+def check_schedules(path: Path) -> None:
+    """Check temperatures and top-p that change over tokens, in one request and in several."""
+    schedule = {"start": 1.0, "end": 0.7, "over": 8}
+    cooled = SAMPLED._replace(temperature=1.0, last_temperature=0.4, temperature_tokens=9)
+    narrowed = SAMPLED._replace(top_p=1.0, last_top_p=0.5, top_p_tokens=4)
+    widened = cooled._replace(top_p=0.6, last_top_p=1.0, top_p_tokens=15, min_p=0.01)
+    reference = TorchEngine.from_hf(path)
+    rows = random_rows(5, seed=8)
+
+    # An engine that filters nothing, and one that replays supports.
+    cases = ({"temperature": schedule}, (cooled, SAMPLED)), ({"top_p": schedule}, (narrowed, widened))
+    for rollout, changing in cases:
+        engine = build(path, 2, load=True, **rollout)
+        prompts = make_prompts(rows, *changing, GREEDY, *changing)
+        whole = generate(engine, prompts, seed=5)
+        transformers_agree(reference, whole)
+        transformers_agree(
+            reference, in_parts(engine, started(prompts, 1, seed=5, version=0), (1, 6, 20), (0, 0, 0))
+        )
+        greedy = generate(reference, make_prompts(rows, GREEDY), seed=5)
+        close_to(whole.rows([2]), greedy.rows([2]))
+        assert len(set(responses(whole)[0])) > 1
+        engine.close()
+
+    # A top-p that begins after the first token, and one of a row with another filter.
+    assert whole.support_sizes is not None
+    sizes = split_rows(whole.support_sizes, whole.lengths)
+    assert (sizes[0][-20:] > 0).tolist() == [False] + [True] * 19
+    assert (sizes[1][-20:] > 0).all(), "min_p filters on"
+    assert not sizes[2].any()
+
+
 def check_updates(path: Path) -> None:
     """Check that an engine without weights refuses to generate, and that an update drops the prefix cache."""
     try:
@@ -326,6 +358,7 @@ def main() -> None:
     elif check == "sampling":
         check_sharing()
         check_sampling(Path(paths[0]))
+        check_schedules(Path(paths[0]))
         check_updates(Path(paths[0]))
         check_parts(Path(paths[0]))
         request_ranks.check_requests(Path(paths[0]))

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.campaign import campaign
+from tests.campaign import campaign, matrices
 from tests.campaign.campaign import Case, Result
+from tests.conftest import ROOT, run_forked
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "seed"), [("kills", 2, 2), ("damages", 4, 1), ("rewards", 4, 1), ("leaks", 50, 1)]
+    ("kind", "count", "seed"),
+    [
+        ("kills", 2, 2),
+        ("damages", 4, 1),
+        ("rewards", 4, 1),
+        # Fifty steps show the growth of no slow leak; `launch/campaign.sh leaks` takes thousands.
+        pytest.param("leaks", 50, 1, marks=pytest.mark.campaign),
+    ],
 )
 def test_promises_hold_in_cases_that_a_seed_chooses(fork, tmp_path, kind, count, seed) -> None:
     words = (kind, "--count", count, "--seed", seed, "--out", tmp_path)
@@ -20,6 +29,20 @@ def test_promises_hold_in_cases_that_a_seed_chooses(fork, tmp_path, kind, count,
     lines = [json.loads(line) for line in (tmp_path / f"{kind}.jsonl").read_text().splitlines()]
     assert [line["detail"] for line in lines if line["outcome"] != "held"] == []
     assert sum(line["case"]["weight"] for line in lines) >= count and result.returncode == 0
+
+
+def test_what_the_suite_leaves_out_is_a_campaign() -> None:
+    """Both collect real files: each test is in the suite or in the campaign."""
+    files = ["tests/distributed/test_campaign.py", "tests/distributed/test_failures.py"]
+    campaign_counts = matrices.test_counts(files)
+    name = "test_promises_hold_in_cases_that_a_seed_chooses"
+    assert campaign_counts[f"{files[0]}::{name}"] == 1
+
+    collected = run_forked(lambda: sys.exit(pytest.main([*files, "--collect-only", "-q"]))).stdout
+    ids = [line for line in collected.splitlines() if "::" in line]
+    assert sum(f"::{name}[" in line for line in ids) == 3 and f"{name}[leaks-50-1]" not in collected
+    assert f"{sum(campaign_counts.values())} deselected" in collected
+    assert "matrices" in campaign.KINDS and "# matrices " in (ROOT / "launch/campaign.sh").read_text()
 
 
 class Dice:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from test_roles import grpo
 
@@ -92,17 +91,15 @@ def fired(folder: Path) -> dict[str, list[int]]:
     return steps
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_a_run_fires_its_rule_and_no_other(
-    fork: Any, material: Path, tmp_path: Path, name: str
-) -> None:
-    file = run(tmp_path / "faulty", material, FAULTS[name])
-    launch = fork("megatron_rl", 1, "train", file, module=True)
-    steps = fired(tmp_path / "faulty")
-    assert [*steps] == ([name] if name else [])
-    assert launch.output.count("warning: health rule") == len(steps)
-    if name:
-        assert f"step {steps[name][0]}: warning: health rule {name}: " in launch.output
+def test_a_fault_of_a_run_fires_its_rule_and_no_other(in_turn: Any, material: Path, tmp_path: Path) -> None:
+    files = [run(tmp_path / f"run_{name}", material, changes) for name, changes in FAULTS.items()]
+    outputs = in_turn(1, *(("train", file) for file in files))
+    for name, output in zip(FAULTS, outputs, strict=True):
+        steps = fired(tmp_path / f"run_{name}")
+        assert [*steps] == ([name] if name else []), name
+        assert output.count("warning: health rule") == len(steps), name
+        if name:
+            assert f"step {steps[name][0]}: warning: health rule {name}: " in output
 
 
 AHEAD = {"placement": "standalone", "steps": 6, "asynchrony": {"steps_ahead": 1}}

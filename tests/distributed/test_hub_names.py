@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
+from megatron_rl.hf.files import write_index
+from tests.conftest import Launch, Launcher, RankServer
 from tests.hub_server import COMMIT, hub
 
 
@@ -42,32 +48,35 @@ def write_config(folder: Path, model: str = "hf://Org/tiny") -> Path:
     return file
 
 
+@contextmanager
+def machine(folder: Path, cache: Path, address: str | None) -> Iterator[Launcher]:
+    """Fork commands as on a machine that reaches a Hub, or none; huggingface_hub reads it when imported."""
+    with RankServer(folder, environment=environment(cache, address)) as fork:
+        yield fork
+
+
 def environment(cache: Path, address: str | None) -> dict[str, str]:
-    """Return the environment of a command on a machine that reaches a Hub, or none."""
-    offline = "1" if address is None else "0"
+    """Return the variables for huggingface_hub of a machine that reaches the Hub at ``address``, or none."""
     return {
         "HF_ENDPOINT": address or "http://127.0.0.1:9",
         "HF_HUB_CACHE": str(cache),
-        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_OFFLINE": "1" if address is None else "0",
         "HF_HUB_DISABLE_XET": "1",
     }
 
 
-def check(config: Path, cache: Path, address: str | None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_rl", "check", str(config), "--world-size", "2"]
-    return subprocess.run(
-        command, env=os.environ | environment(cache, address), capture_output=True, text=True, timeout=120
-    )
+def check(fork: Launcher, config: Path) -> Launch:
+    return fork("megatron_rl", 1, "check", config, "--world-size", 2, module=True, check=False)
 
 
 def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
-    repositories: Path, torchrun, tmp_path: Path
+    repositories: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path)
     cache = tmp_path / "cache"
-    with hub(repositories) as server:
+    with hub(repositories) as server, machine(tmp_path / "online", cache, server.address) as fork:
         # A check needs the model's sizes and the data, and leaves the weights where they are.
-        found = check(config, cache, server.address)
+        found = check(fork, config)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "READY once the missing files exist" in found.stdout
         assert "hf://Org/tiny is not downloaded yet" in found.stdout
@@ -75,7 +84,7 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
         assert not [line for line in server.requests if line.endswith(".safetensors")]
 
         server.requests.clear()
-        torchrun("megatron_rl", 2, "train", config, module=True, env=environment(cache, server.address))
+        fork("megatron_rl", 2, "train", config, module=True)
         fetched = [line for line in server.requests if line.startswith("GET") and "resolve" in line]
         assert [line.rpartition("/")[2] for line in fetched] == ["model.safetensors"], (
             "two ranks, one download"
@@ -86,32 +95,82 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
     saved = (tmp_path / "run" / "config.yaml").read_text()
     assert f"snapshots/{COMMIT}" in saved
 
-    found = check(config, cache, None)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "READY: " in found.stdout
-    resumed = torchrun(
-        "megatron_rl", 2, "train", config, "steps=2", module=True, env=environment(cache, None)
-    )
+    with machine(tmp_path / "offline", cache, None) as fork:
+        found = check(fork, config)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert "READY: " in found.stdout
+        resumed = fork("megatron_rl", 2, "train", config, "steps=2", module=True)
     assert "resum" in resumed.stdout + resumed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_2").exists() or "step 2" in resumed.stdout
 
 
-def test_without_a_network_the_command_that_downloads_is_named(torchrun, tmp_path: Path) -> None:
+def test_a_download_that_was_killed_is_completed_by_the_next_start(
+    repositories: Path, tmp_path: Path
+) -> None:
+    # A model of two files with an index, and training data of two files.
+    model = repositories / "models/Org/tiny"
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    (model / "checksums.json").unlink()
+    names = sorted(tensors)
+    files = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, model / file, {"format": "pt"})
+    write_index(model, files, sum(tensor.nbytes for tensor in tensors.values()))
+    data = repositories / "datasets/Org/sums/main"
+    records = (data / "train-0.jsonl").read_text().splitlines(keepends=True)
+    (data / "train-0.jsonl").write_text("".join(records[::2]))
+    (data / "train-1.jsonl").write_text("".join(records[1::2]))
+
     config = write_config(tmp_path)
     cache = tmp_path / "cache"
-    found = check(config, cache, None)
+    command = [sys.executable, "-m", "megatron_rl", "train", str(config)]
+    with hub(repositories) as server:
+        for stall_at in ("train-1.jsonl", "model-00002-of-00002.safetensors"):
+            server.stall_at = stall_at
+            server.stalled.clear()
+            run = subprocess.Popen(
+                command,
+                env=os.environ | environment(cache, server.address),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            assert server.stalled.wait(120), f"{stall_at} was not requested"
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+            # Without a network the files that were complete are not taken for all of them.
+            with machine(tmp_path / "offline", cache, None) as fork:
+                found = check(fork, config)
+            assert "is not downloaded yet" in found.stdout, found.stdout + found.stderr
+        assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step from a part of the files"
+
+        server.stall_at = None
+        with machine(tmp_path / "online", cache, server.address) as fork:
+            fork("megatron_rl", 2, "train", config, module=True)
+
+    copies = {file.name: file for file in cache.glob(f"*/snapshots/{COMMIT}/**/*") if file.is_file()}
+    for source in (*model.iterdir(), data / "train-0.jsonl", data / "train-1.jsonl"):
+        assert copies[source.name].read_bytes() == source.read_bytes(), source.name
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_without_a_network_the_command_that_downloads_is_named(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with machine(tmp_path / "offline", tmp_path / "cache", None) as fork:
+        found = check(fork, config)
+        launch = fork("megatron_rl", 1, "train", config, module=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "hf download Org/tiny" in found.stdout
     assert 'hf download Org/sums --repo-type dataset --include "main/train-*.jsonl"' in found.stdout
 
-    launch = torchrun(
-        "megatron_rl", 1, "train", config, module=True, check=False, env=environment(cache, None)
-    )
     assert launch.returncode != 0
     assert "hf://Org/tiny is not downloaded yet" in launch.stdout + launch.stderr
 
 
-def test_a_malformed_name_says_how_names_are_written(tmp_path: Path) -> None:
-    found = check(write_config(tmp_path, "hf://tiny"), tmp_path / "cache", None)
+def test_a_malformed_name_says_how_names_are_written(fork: Launcher, tmp_path: Path) -> None:
+    found = check(fork, write_config(tmp_path, "hf://tiny"))
     assert found.returncode == 2
     assert "hf://ORG/NAME of a model" in found.stdout + found.stderr

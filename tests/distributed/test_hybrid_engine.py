@@ -9,12 +9,24 @@ import pytest
 from tests.distributed.hybrid_engine_ranks import CASES
 from tests.hf_models import save_model
 
+SUITE = {4: (0, 1, 2, 4, 6, 8, 10), 8: (0,)}
+"""Indices of `CASES` by ranks: orders and subsets of ranks, shared heads, each kind of layer once."""
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_engine_holds_the_trained_weights_in_every_pair_of_layouts(fork, tmp_path, ranks):
-    for case in CASES[ranks]:
+
+@pytest.mark.parametrize(
+    ("ranks", "indices"),
+    [
+        *SUITE.items(),
+        *(
+            pytest.param(ranks, sorted({*range(len(CASES[ranks]))} - {*indices}), marks=pytest.mark.campaign)
+            for ranks, indices in SUITE.items()
+        ),
+    ],
+)
+def test_engine_holds_the_trained_weights_in_every_pair_of_layouts(fork, tmp_path, ranks, indices):
+    for case in (CASES[ranks][0], *(CASES[ranks][index] for index in indices)):
         path = tmp_path / case.folder
         if not path.exists():
             save_model(case.family, path, **case.shape)
     script = Path(__file__).with_name("hybrid_engine_ranks.py")
-    assert "all cases passed" in fork(script, ranks, tmp_path, timeout=500).stdout
+    assert "all cases passed" in fork(script, ranks, tmp_path, *indices, timeout=500).stdout

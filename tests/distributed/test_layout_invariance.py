@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.pretrained import describe
 from tests.hf_models import FAMILIES, config_of, save_model, use_epsilon_of_config
+from tests.representatives import LAYERS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import make_batch, reference_log_probs
@@ -52,8 +55,8 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-SHARE = 4
-"""So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
+LAYOUTS_WITH_OWN_LAYERS = 3
+"""Number of layouts in the suite of a family that has layers of its own; `every_layout` has all products."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 10.0, "qwen3-next": 4.0}
@@ -71,10 +74,10 @@ def case(family: str, **sizes: Any) -> dict[str, Any]:
 
 def sparse(family: str) -> bool:
     """Return whether a tiny model has experts; the multimodal ones of tests with ranks have none."""
-    return family in FAMILIES and any(
-        name in config_of(family).to_dict()
-        for name in ("num_experts", "n_routed_experts", "num_local_experts")
-    )
+    if family not in FAMILIES:
+        return False
+    config = config_of(family).to_dict()
+    return any(config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 
 def fitting(family: str, layouts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,15 +91,33 @@ def fitting(family: str, layouts: Iterable[dict[str, Any]]) -> list[dict[str, An
     return [layout for layout in layouts if not problems(layout)]
 
 
-def shared_out() -> list[dict[str, Any]]:
-    """Return the cases of this suite: every layout of both lists is some families'."""
-    counts, cases = {True: 0, False: 0}, []
-    for family in FAMILIES:
-        layouts = fitting(family, SPARSE if sparse(family) else DENSE)
-        first = counts[sparse(family)]
-        counts[sparse(family)] += SHARE
-        cases += [case(family, **layouts[number % len(layouts)]) for number in range(first, first + SHARE)]
+def listed(family: str) -> list[dict[str, Any]]:
+    """Return a family's cases of `DENSE` or `SPARSE`."""
+    return [case(family, **layout) for layout in fitting(family, SPARSE if sparse(family) else DENSE)]
+
+
+def suite_cases() -> list[dict[str, Any]]:
+    """Return the cases of the suite: each family takes the layouts that the fewest have taken before it.
+
+    One layout of a family without layers of its own shows that its weights are cut as the layers need.
+    """
+    taken: Counter[tuple[bool, str]] = Counter()
+    cases = []
+    for family in sorted(FAMILIES, key=lambda name: name not in LAYERS):
+        count = 1
+        if family in LAYERS:
+            count = LAYOUTS_WITH_OWN_LAYERS
+        available = listed(family)
+        by_use = sorted(range(len(available)), key=lambda number: taken[layout_key(available[number])])
+        selected = [available[number] for number in by_use[:count]]
+        taken.update(map(layout_key, selected))
+        cases += selected
     return cases
+
+
+def layout_key(entry: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return a case's list of layouts and its layout there."""
+    return sparse(entry["model"]), entry["name"].removeprefix(entry["model"])
 
 
 def every_layout(family: str) -> Iterator[dict[str, Any]]:
@@ -134,10 +155,27 @@ def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]]) -> Non
 
 def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Path, fork: Any) -> None:
     run(fork, folder, 1, [case(family) for family in FAMILIES])
-    cases = [*shared_out(), *PROVIDED]
+    cases = [*suite_cases(), *PROVIDED]
     run(fork, folder, RANKS, cases)
     wrong = [words for entry in cases for words in differences(folder, entry)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_of_a_family_is_that_of_one_rank_in_its_other_layouts(
+    folder: Path, fork: Any, family: str
+) -> None:
+    run(fork, folder, 1, [case(family)])
+    suite = {entry["name"] for entry in suite_cases()}
+    cases = [entry for entry in listed(family) if entry["name"] not in suite]
+    run(fork, folder, RANKS, cases)
+    wrong = [words for entry in cases for words in differences(folder, entry)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_suite_has_every_layout_of_both_lists() -> None:
+    assert len(set(map(layout_key, suite_cases()))) == len(DENSE) + len(SPARSE)
 
 
 def differences(folder: Path, entry: Mapping[str, Any], fused: bool = False) -> list[str]:
@@ -181,9 +219,7 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     grown = GROWN.get(family, 1.0)
     assert difference < TOLERANCES["log_probs"] * grown
     still = [name for name, step in found["steps"].items() if not step.any()]
-    assert not [name for name in still if "e_score_correction_bias" not in name], (
-        "the step must move every weight"
-    )
+    assert not [name for name in still if not is_buffer(name)], "the step must move every weight"
     assert 0.05 < found["values"]["policy/clip_fraction"] < 0.95, (
         "the batch must reach the clipped part of the loss"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ RULES: dict[str, Any] = {
         }
     },
 }
+
+
+PAGE = Path(__file__).parents[2] / "docs/run.md"
+
+
+def _example(start: str) -> dict[str, Any]:
+    """Return the rollout section of the page's example that begins with ``start``."""
+    pattern = rf"^```yaml\n(rollout:\n  {re.escape(start)}.*?)^```$"
+    (block,) = re.findall(pattern, PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return yaml.safe_load(block)["rollout"]
 
 
 def _config(folder: Path, material: Path, **changes: dict[str, Any]) -> Path:
@@ -115,3 +126,29 @@ def test_rules_reach_both_sides(torchrun, material, tmp_path):
     # An end token is at the earliest the fourth.
     lengths = {task: min(row["length"] for row in rows) for task, rows in samples.items()}
     assert lengths["addition"] >= 4 > lengths["other"]
+
+
+def test_schedules_over_tokens_reach_both_sides(torchrun, material, tmp_path):
+    """The page's example, with a minimum length and penalties beside it."""
+    rollout = _example("temperature: {start: 1.2")
+    profiles = rollout.pop("sampling_profiles")
+    file = _config(
+        tmp_path,
+        material,
+        data={"train": str(_two_tasks(material / "train.jsonl", tmp_path / "train.jsonl"))},
+        actor={"layout": {"tensor": 2}, "optimizer": {"learning_rate": 1e-3}},
+        reference={"layout": {"pipeline": 2}},
+        rollout={
+            "tensor": 2,
+            "max_response_tokens": 12,
+            **rollout,
+            "min_response_tokens": 3,
+            "sampling_profiles": {"other": profiles["proof"] | {"repetition_penalty": 1.2}},
+        },
+    )
+    torchrun("megatron_rl", 2, "train", file, module=True)
+    _log_probs_agree(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert abs(lines[-2]["kl/ref"]) < 1e-6
+    assert all("rollout/temperature" in line for line in lines if "mismatch/abs_diff" in line)
+    assert min(row["length"] for rows in _samples(tmp_path / "run").values() for row in rows) >= 4

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2-tied": ({"pipeline": 2, **SELECTIVE}, {"tensor": 2}),
     "phi3": ({"tensor": 2, **SP},),
     "gemma2": ({"tensor": 2, **SP},),
+    "gemma4": ({"tensor": 4, **SP},),  # ranks share key-value heads, some of which are values too
     "qwen3-moe": (
         {"tensor": 2, **SP}, {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP, **FULL},
         {"pipeline": 2, "expert": 2, **VPP, "budget": NARROW},
@@ -36,6 +37,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"tensor": 2, "expert": 2, "pipeline": 2, **SP, **FULL}, {"tensor": 2, "expert_tensor": 2, **SP},
     ),
 }  # fmt: skip
+SUITE = (
+    *("llama-0", "llama-2", "llama-5"),  # every parallel size, and recomputed blocks with adapters
+    "qwen2-tied-0",  # an output layer without adapters beside its tied embedding
+    "phi3-0",  # fused projections
+    *("qwen3-moe-1", "deepseek-v3-0"),  # adapters of experts and of the router, of latent attention
+)
+"""Cases of the suite: family and index in `LAYOUTS`. The others are campaign tests."""
 EVERYWHERE = {
     "qwen3-moe": TARGETS, "mixtral": MLP, "deepseek-v3": ("linear_proj", *MLP), "adapted-moe": TARGETS
 }  # fmt: skip
@@ -83,8 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = {"rank": FULL_RANK, "path": str(path / "llama" / "whole")}
     cases[1] += [{**plain, "name": "everything"}, {**plain, "name": "full-rank", "lora": whole}]
     cases[4] += [{**plain, "tensor": 2, "name": "new", "lora": {"rank": RANK}}]
-    for ranks, plan in cases.items():
-        (path / f"plan{ranks}.json").write_text(json.dumps(plan))
+    plans = {
+        "alone": cases[1],
+        "suite": [case for case in cases[4] if case["name"] in (*SUITE, "new")],
+        "campaign": [case for case in cases[4] if case["name"] not in (*SUITE, "new")],
+    }
+    for name, plan in plans.items():
+        (path / f"{name}.json").write_text(json.dumps(plan))
     return path
 
 
@@ -92,22 +105,20 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return torch.load(folder / f"{name}.pt", weights_only=False)
 
 
-def test_every_layout_takes_the_same_step(folder: Path, fork: Any) -> None:
-    for ranks in (1, 4):
-        fork(WORKER, ranks, folder, f"plan{ranks}.json", timeout=500)
-    wrong = []
-    for family, layouts in LAYOUTS.items():
-        wrong += [
-            words
-            for number in range(len(layouts))
-            for words in differences(folder, {"name": f"{family}-{number}", "model": family})
-        ]
+@pytest.mark.parametrize("part", ["suite", pytest.param("campaign", marks=pytest.mark.campaign)])
+def test_every_layout_takes_the_same_step(folder: Path, fork: Any, part: str) -> None:
+    fork(WORKER, 1, folder, "alone.json", timeout=500)
+    fork(WORKER, 4, folder, f"{part}.json", timeout=500)
+    cases = [case for case in json.loads((folder / f"{part}.json").read_text()) if case["name"] != "new"]
+    wrong = [words for case in cases for words in differences(folder, case)]
+    assert not wrong, "\n".join(wrong)
+
+    for family in LAYOUTS:
         steps = read(folder, f"{family}-alone")["steps"]
         modules = described(folder / family, RANK).modules()
         for name, step in steps.items():
             learns = "lora" in name or (name.split(".")[-2] in modules and name.endswith(".weight"))
             assert bool(step.any()) == learns, name
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)

@@ -17,7 +17,7 @@ import yaml
 
 import megatron_rl
 from megatron_rl.metrics import read_metrics
-from tests.conftest import free_port
+from tests.conftest import Launcher, RankServer, free_port
 
 PACKAGE = Path(megatron_rl.__file__).parent
 MADE_UP = Path(__file__).resolve().parents[1] / "made_up_engines"
@@ -62,26 +62,17 @@ def write_config(folder: Path, material: Path, rollout: dict[str, Any]) -> Path:
     return file
 
 
-def run(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run a Python module from the copy of the package."""
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *map(str, words)]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
-
-
-def check(tree: Path, file: Path, *overrides: str) -> str:
+def check(fork: Launcher, file: Path, *overrides: str) -> str:
     """Return what `check` prints."""
-    result = run(tree, "megatron_rl", "check", file, "--world-size", 2, *overrides)
+    words = ("check", file, "--world-size", 2, *overrides)
+    result = fork("megatron_rl", 1, *words, module=True, check=False)
     assert result.returncode in (0, 2), result.stderr
-    return result.stdout + result.stderr
+    return result.output
 
 
-def train(tree: Path, file: Path, ranks: int) -> list[dict[str, float]]:
+def train(fork: Launcher, file: Path, ranks: int) -> list[dict[str, float]]:
     """Train and return the metrics of each step."""
-    how = ("torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m")
-    result = run(tree, *how, "megatron_rl", "train", file)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    fork("megatron_rl", ranks, "train", file, module=True, timeout=SECONDS)
     return read_metrics(file.parent / "run/metrics.jsonl")
 
 
@@ -94,13 +85,16 @@ def assert_learned_on_policy(steps: list[dict[str, float]]) -> None:
 def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path: Path) -> None:
     tree = add_engine(tmp_path, "prefix", "in_process=True, partial=True")
     file = write_config(tmp_path, material, {"engine": "prefix"})
-    assert "READY: no errors" in check(tree, file)
     lacking = ("rollout.tensor=2", "rollout.top_p=0.9", "actor.lora.rank=4", "actor.lora.sync=adapter")
-    refused = check(tree, file, *lacking)
+    # Forked from a process that has imported the copy of the package.
+    with RankServer(tmp_path / "server", tree) as fork:
+        assert "READY: no errors" in check(fork, file)
+        refused = check(fork, file, *lacking)
+        steps = train(fork, file, ranks=2)
     assert "the prefix engine does not shard the model" in refused
     assert "rollout.engine=prefix does not return the tokens that a filter keeps" in refused
     assert "`actor.lora.sync: adapter` requires" in refused
-    assert_learned_on_policy(train(tree, file, ranks=2))
+    assert_learned_on_policy(steps)
 
 
 @pytest.fixture
@@ -128,12 +122,13 @@ def test_a_server_of_another_kind_is_a_folder_and_a_line(
 ) -> None:
     tree = add_engine(tmp_path, "letters", "")
     file = write_config(tmp_path, material, {"engine": "letters", "server": {"urls": [letters]}})
-    report = check(tree, file)
+    with RankServer(tmp_path / "server", tree) as fork:
+        report = check(fork, file)
+        refused = check(fork, file, "rollout.order=open", "rollout.server.urls=[]")
+        steps = train(fork, file, ranks=1)
     assert "READY: no errors" in report and "SERVERS" in report and "WEIGHT SYNC" not in report
     assert "do not answer now" not in report
-    refused = check(tree, file, "rollout.order=open", "rollout.server.urls=[]")
     assert "rollout.engine=letters answers whole requests, which the open order interrupts" in refused
     assert "is empty or names a server twice" in refused
-    steps = train(tree, file, ranks=1)
     assert_learned_on_policy(steps)
     assert all(step["rollout/servers"] == 1 and step["rollout/sampled_again"] == 0 for step in steps)

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 from tests import small_data
-from tests.conftest import free_port, launch_environment, run_bounded
+from tests.conftest import Launcher, free_port, launch_environment
 
 SECONDS = 200.0
 """Time in which a server must answer."""
@@ -27,7 +27,7 @@ def answer(url: str, request: dict[str, object] | None = None) -> dict[str, obje
         return None
 
 
-def test_a_model_is_served_and_loaded(tmp_path: Path) -> None:
+def test_a_model_is_served_and_loaded(fork: Launcher, tmp_path: Path) -> None:
     model = small_data.make(tmp_path / "data") / "model"
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "megatron_rl"]
@@ -57,13 +57,13 @@ def test_a_model_is_served_and_loaded(tmp_path: Path) -> None:
 
         sizes = ["--users", "1,2", "--requests", "2", "--prompt-tokens", "8", "--response-tokens", "4"]
         out = tmp_path / "tables.md"
-        tested = run_bounded([*command, "bench-serve", url, *sizes, "--out", str(out)], SECONDS)
-        assert tested.returncode == 0, tested.output
+        tested = fork("megatron_rl", 1, "bench-serve", url, *sizes, "--out", out, module=True)
         rows = [line for line in out.read_text().splitlines() if line.startswith("| 2 |")]
         assert len(rows) == 2 and out.read_text() in tested.stdout
 
         # Rows that are too long for the server are its answer, not a table of zeros.
-        refused = run_bounded([*command, "bench-serve", url, "--users", "1", "--requests", "1"], SECONDS)
+        one = ("--users", 1, "--requests", 1)
+        refused = fork("megatron_rl", 1, "bench-serve", url, *one, module=True, check=False)
         assert refused.returncode == 2 and "1 of 1 requests failed" in refused.stderr
     finally:
         server.terminate()

@@ -71,7 +71,7 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(fork, material, tmp_path):
     truncated = {
         "rollout": {
             "top_p": 0.9,
@@ -83,7 +83,7 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
         "checkpoint": {"best": "eval/sampled/lengths/of_text", "best_is": "lowest"},
     }
     whole = _config(tmp_path / "whole", material, **truncated)
-    torchrun("megatron_rl", 2, "train", whole, module=True)
+    fork("megatron_rl", 2, "train", whole, module=True)
     parted = _config(tmp_path / "parted", material, **truncated)
     shards = ("checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
     fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", *shards, module=True)

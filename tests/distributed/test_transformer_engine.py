@@ -23,28 +23,31 @@ SP, VPP, FULL, NARROW = layouts.SP, layouts.VPP, layouts.FULL, layouts.NARROW
 CASES = [
     layouts.case("qwen2", tensor=2, pipeline=2, **VPP, **SP, **FULL),
     layouts.case("qwen2", tensor=4, budget=NARROW),  # more ranks than key-value heads
-    layouts.case("qwen3-moe", tensor=2, expert=2, pipeline=2, **SP, **FULL),
     layouts.case("qwen3-moe", tensor=2, expert=2, expert_tensor=2, **SP),
-    layouts.case("qwen3-moe", expert=4),
     layouts.case("deepseek-v3", tensor=2, expert=2, pipeline=2, **SP),
-    layouts.case("deepseek-v3", tensor=2, **SP, recompute="selective"),
     layouts.case("adapted", tensor=2, pipeline=2, **SP),
     layouts.case("adapted-moe", tensor=2, expert=2, expert_tensor=2, **SP),
-    layouts.case("qwen2", tensor=2, context=2, **SP),
-    layouts.case("qwen2", context=4, pipeline=1, recompute="selective"),  # more ranks than key-value heads
-    layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
-    layouts.case("deepseek-v3", tensor=2, context=2, **SP),
-    layouts.case("mistral", context=2),
-    layouts.case("gpt-oss", tensor=2, expert=2, pipeline=2, **SP, **FULL),
-    layouts.case("gpt-oss", tensor=2, context=2, **SP),
+    layouts.case("gpt-oss", tensor=2, context=2, **SP),  # sinks over the tokens of several ranks
     layouts.case("glm4-moe", context=2, tensor=2, **SP, settings={"apply_rope_fusion": True}),
     layouts.case("minimax-m2", tensor=2, expert=2, **SP),  # norms over all heads
     layouts.case("ministral3", tensor=2, context=2, **SP),  # queries with factors
-    layouts.case("qwen3-moe", expert=2, tensor=2, **SP, provider="gpt_builder"),
     layouts.case("qwen2", tensor=2, provider="own_attention"),
 ]
+CAMPAIGN_CASES = [
+    layouts.case("qwen3-moe", tensor=2, expert=2, pipeline=2, **SP, **FULL),
+    layouts.case("qwen3-moe", expert=4),
+    layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
+    layouts.case("deepseek-v3", tensor=2, **SP, recompute="selective"),
+    layouts.case("deepseek-v3", tensor=2, context=2, **SP),
+    layouts.case("qwen2", tensor=2, context=2, **SP),
+    layouts.case("qwen2", context=4, pipeline=1, recompute="selective"),  # more ranks than key-value heads
+    layouts.case("mistral", context=2),
+    layouts.case("gpt-oss", tensor=2, expert=2, pipeline=2, **SP, **FULL),
+    layouts.case("qwen3-moe", expert=2, tensor=2, **SP, provider="gpt_builder"),
+]
+"""Other layouts of the same layers; `launch/campaign.sh fused_layouts` has all families in all layouts."""
 ADAPTED = {"adapted": "qwen3", "adapted-moe": "qwen3-moe"}
-MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
+MODELS = tuple(dict.fromkeys(case["model"] for case in (*CASES, *CAMPAIGN_CASES)))
 MOE: dict[str, Any] = {"model": "qwen3-moe"}
 WIDE = {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}
 SAVED = [
@@ -67,7 +70,6 @@ PLAIN = [
     {"name": "plain", "action": "wrong", "from": "saved", **MOE},
     {"name": "buffers-plain", "action": "load", "megatron": "buffers", **MOE},
 ]
-FAMILIES = ("qwen3-moe", "qwen3-lora")
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +84,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_step_is_that_of_plain_layers_on_one_rank(fork: Any, fork_fused: Any, folder: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES, pytest.param(CAMPAIGN_CASES, marks=pytest.mark.campaign)])
+def test_the_step_is_that_of_plain_layers_on_one_rank(
+    fork: Any, fork_fused: Any, folder: Path, cases: list[dict[str, Any]]
+) -> None:
     lora = {
         name: {
             "lora": {"rank": RANK, "targets": EVERYWHERE.get(name), "path": str(folder / name / "adapter")}
         }
         for name in ADAPTED
     }
+    models = dict.fromkeys(case["model"] for case in cases)
     alone, cut = (
-        [case | lora.get(case["model"], {}) for case in cases] for cases in (map(layouts.case, MODELS), CASES)
+        [case | lora.get(case["model"], {}) for case in each] for each in (map(layouts.case, models), cases)
     )
     layouts.run(fork, folder, 1, alone)
     layouts.run(fork_fused, folder, layouts.RANKS, cut)
-    wrong = [words for case in CASES for words in layouts.differences(folder, case, fused=True)]
+    wrong = [words for case in cases for words in layouts.differences(folder, case, fused=True)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -116,10 +122,9 @@ def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> No
     assert "other layers" in refused["message"] and refused["untouched"]
 
 
-def test_the_commands(fork_fused: Any, material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("qwen3-lora", marks=pytest.mark.campaign)])
+def test_the_commands(fork_fused: Any, material: Path, tmp_path: Path, family: str) -> None:
     """Trainer and vLLM agree, a run is resumed on another layout, transformers loads the export."""
-    for family in FAMILIES:
-        commands.prepare(tmp_path, family, material)
-    fork_fused(commands.SCRIPT, 2, tmp_path, *FAMILIES, timeout=400)
-    for family in FAMILIES:
-        commands.check(tmp_path, family)
+    commands.prepare(tmp_path, family, material)
+    fork_fused(commands.SCRIPT, 2, tmp_path, family, timeout=400)
+    commands.check(tmp_path, family)

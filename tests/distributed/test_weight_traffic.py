@@ -61,7 +61,10 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("actor", "engine", "kind", "reordered"), CASES)
+@pytest.mark.parametrize(
+    ("actor", "engine", "kind", "reordered"),
+    [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.campaign), CASES[2]],
+)
 def test_check_plan_and_run_name_the_same_bytes(
     fork, capsys, material, tmp_path, actor, engine, kind, reordered
 ):

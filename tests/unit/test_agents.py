@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
 from megatron_rl.environments.environment import Episode, Message
-from megatron_rl.environments.host_pool import EnvironmentPool, environment_errors
+from megatron_rl.environments.host import EnvironmentPool, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
@@ -310,11 +310,10 @@ def test_a_client_that_leaves_within_a_request_ends_neither_the_endpoint_nor_the
 
 def test_malformed_requests_are_refused_and_the_next_connection_is_served():
     def client(connection: http.client.HTTPConnection, key: str) -> None:
-        # In one segment: aiohttp 3.14 gives no answer to a bad chunk that comes behind its headers.
-        request = "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
-        request += f"Authorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
+        head += f"Authorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.connect()
-        connection.sock.sendall(request.encode())
+        connection.sock.sendall(head.encode() + b"no size\r\n")
         assert b" 400 " in connection.sock.recv(1000).partition(b"\r\n")[0]
         connection.close()
         connection.connect()
@@ -322,6 +321,44 @@ def test_malformed_requests_are_refused_and_the_next_connection_is_served():
         assert connection.sock.recv(1000).startswith(b"HTTP/1.0 400")
         connection.close()
         assert post(connection, key, request_body("one"))[0] == 200
+
+    converse(client)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no size\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}more\r\n", b"2\r\n{}\r\n0\r\nno trailer\r\n\r\n"],
+)
+def test_a_bad_chunk_behind_its_headers_is_refused_at_once_and_the_connection_closed(body: bytes, caplog):
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        start_request(connection, key, "Transfer-Encoding", "chunked", b"")
+        # The endpoint waits for the body before its first piece arrives.
+        time.sleep(0.1)
+        connection.sock.sendall(body)
+        started = time.monotonic()
+        reply = b"".join(iter(lambda: connection.sock.recv(1000), b""))
+        assert time.monotonic() - started < 5
+        assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1") == 1
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"] == {
+            "message": "the body is incomplete or malformed",
+            "type": "invalid_request_error",
+            "code": "body",
+        }
+        connection.close()
+        assert post(connection, key, request_body("one"))[0] == 200
+
+    converse(client)
+    assert not caplog.records, caplog.text
+
+
+def test_a_body_that_arrives_slowly_is_read_to_its_end():
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        def pieces() -> Iterator[bytes]:
+            for piece in (b'{"messages": [{"role": "user", ', b'"content": "one"}', b"]}"):
+                time.sleep(0.5)
+                yield piece
+
+        assert post(connection, key, pieces(), encode_chunked=True)[0] == 200
 
     converse(client)
 
@@ -334,6 +371,7 @@ TOOLS = (
 TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
 
 
+@pytest.mark.slow
 def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOOLS
@@ -363,6 +401,7 @@ class Calling(Environment):
 """
 
 
+@pytest.mark.slow
 def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
     (tmp_path / "calling.py").write_text(CALLING)
     tokenizer = build_tokenizer()

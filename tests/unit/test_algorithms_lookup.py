@@ -212,6 +212,7 @@ def test_written_pieces_make_the_same_algorithm(name):
     assert (written.algorithm.value_loss is not None) == algorithm.needs_critic
 
 
+@pytest.mark.slow
 def test_written_pieces_of_every_name_are_the_same_pieces():
     for key, kind in KINDS.items():
         for name, piece in kind.named.items():

@@ -49,6 +49,7 @@ def test_paired_ratio_is_unmoved_by_a_load_that_both_feel(beside: Any) -> None:
     assert beside("common").paired_ratio([1.0, 10.0, 3.0], [2.0, 20.0, 6.0]) == 0.5
 
 
+@pytest.mark.slow
 def test_a_failed_process_is_told_with_the_end_of_its_output(beside: Any, tmp_path: Path) -> None:
     common = beside("common")
     script = tmp_path / "broken.py"

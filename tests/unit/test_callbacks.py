@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from config_workspace import write_workspace
 
+from megatron_rl.callbacks import Callbacks
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
-from megatron_rl.trainer.callbacks import Callbacks
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 

@@ -205,6 +205,7 @@ def test_a_prompt_has_what_the_tokenizer_puts_before_it_once_and_nothing_behind(
     assert tokenizer.decode(tokens) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -225,6 +226,7 @@ def test_a_template_that_fails_or_has_no_end_is_refused_with_the_reason(template
     assert reason in str(found)
 
 
+@pytest.mark.slow
 def test_one_record_that_has_no_end_is_told_from_its_neighbours() -> None:
     tokenizer = tokenizer_of(FORMS["qwen_2"])
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"

@@ -81,15 +81,18 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
         assert "recompute" not in str(error.fix) and "actor.offload" not in str(error.fix)
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    sizes = ENGINES["vllm"].capabilities.host_head_sizes
+    sizes = ENGINES["vllm"].capabilities.host_kernels["attention"]
     assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
     monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
-        assert "no kernel for this model" in error.message and str(error.where).startswith("rollout.engine")
+        assert "no kernel for this model's layers of attention" in error.message and str(
+            error.where
+        ).startswith("rollout.engine")
         assert not check(f"model.path={model}", "rollout.engine=torch", "rollout.tensor=1").errors
         assert not check(f"model.path={model}", "rollout.engine=vllm", "gpu=h100").errors
         assert check_config(load("config.yaml", [f"model.path={model}", "gpu=h100"]), training=True).errors
@@ -165,6 +168,7 @@ def test_settings_of_megatron_without_effect_are_refused(name: str, value: objec
     assert not check_model_settings({name: off})
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_settings_that_are_handed_on_untried_are_said() -> None:
     (warning,) = check("rollout.vllm={kv_cache_dtype: fp8, max_num_seqs: 4}").warnings
     assert "never tried here" in warning.message and warning.got == "kv_cache_dtype: fp8"
@@ -173,6 +177,7 @@ def test_settings_that_are_handed_on_untried_are_said() -> None:
     assert warning.got == "check_for_large_grads: True"
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     ("override", "need"),
     [
@@ -204,8 +209,9 @@ def missing_packages(name: str) -> tuple[Path | None, str | None]:
     return find_module(name)
 
 
+@pytest.mark.slow
 def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
-    """Megatron itself then refuses what needs a package that is not here."""
+    """Megatron itself, imported anew, then refuses what needs a package that is not here."""
     if has_transformer_engine():
         return
     config = load("config.yaml", ["actor.megatron.moe_permute_fusion=true"])

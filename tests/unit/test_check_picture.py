@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from megatron_rl.cli.check_picture import NodeKind, group_nodes, node_kinds
 from megatron_rl.cli.main import main
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.traffic import byte_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,6 +36,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
     return [element.text or "" for element in picture.iter(f"{SVG}text")]
 
 
+@pytest.mark.slow
 def test_a_job_of_any_size_is_drawn_with_its_replicas_collapsed(tmp_path: Path) -> None:
     picture = drawn(tmp_path / "large.svg", "configs/bench/deepseek-v3-1024gpu.yaml")
     shown = texts(picture)
@@ -66,6 +69,43 @@ def test_groups_inside_a_node_and_across_nodes_have_different_colours(tmp_path: 
     assert colour_of["pipeline 4 on 4 nodes"] == ACROSS == colour_of["across nodes"]
     # Replicas of the engine do not communicate.
     assert "data 8 on 8 nodes" not in colour_of
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("configs/llama3.1-70b-64gpu.yaml", ()),
+        # Ranks 4-7 get from their node what they lack, and ranks 8-11 everything from another one.
+        ("configs/qwen2.5-7b-8gpu.yaml", ("actor.layout={ranks: 0-7, tensor: 4}", "rollout.ranks=4-11")),
+    ],
+)
+def test_bytes_of_a_sync_inside_nodes_and_across_nodes_are_those_of_check(
+    config: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words:
+        words += ("world_size=12", "gpus_per_node=4", "rollout.tensor=1", "gpu_memory_gib=200")
+    picture = drawn(tmp_path / "sync.svg", config, *words)
+    capsys.readouterr()
+    main(["check", config, *words, "--without-files", "--verbose"])
+    text = capsys.readouterr().out
+    (inside,) = re.findall(r"^ +inside nodes +(.+)$", text, re.MULTILINE)
+    (across,) = re.findall(r"^ +across nodes +(.+)$", text, re.MULTILINE)
+    assert f", {across} of it across nodes, " in text
+    shown = {
+        (label.text or "", box.attrib["fill"])
+        for box, label in pairwise(picture)
+        if (label.text or "").endswith(" to all ranks")
+    }
+    sizes = ((inside, INSIDE), (across, ACROSS))
+    assert shown == {(f"{size} to all ranks", colour) for size, colour in sizes if size != "0 B"}
+
+    # The columns of the ranks have the same numbers as the report.
+    assert main(["check", config, *words, "--without-files", "--json"]) == 0
+    sync = json.loads(capsys.readouterr().out)["weight_sync"]
+    received = [size - sync["received_across_nodes"][rank] for rank, size in sync["received"].items()]
+    assert sum(received) == sync["inside_nodes"]
+    most = {byte_text(max(received)), byte_text(max(sync["received_across_nodes"].values()))}
+    assert most <= {text.text for text in picture.iter(f"{SVG}text") if text.get("font-size") == "12"}
 
 
 def test_kinds_of_nodes_and_the_nodes_of_groups() -> None:

@@ -166,6 +166,7 @@ ON_H100 = (
 """Check of a run that needs a tracker, Transformer Engine's FP8, and a package that its loss imports."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_check_on_a_gpu_does_not_depend_on_this_machine(
     installed: bool, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -279,8 +280,11 @@ def test_check_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) ->
     assert done.stdout.rstrip().endswith("HEAVY []")
 
 
-SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "translated")
-"""Translated recipes do not say how their files are made: the tests of the documentation check these."""
+CHECKED_ELSEWHERE = ("translated", "bench")
+"""Folders of configurations that other tests check: test_docs.py, and test_plan_throughput.py with more."""
+SHIPPED = sorted(
+    path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in CHECKED_ELSEWHERE
+)
 
 
 @pytest.mark.usefixtures("forked_trials")
@@ -292,22 +296,25 @@ def test_shipped_configurations_pass(
     assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
 
 
-PROCESS_GROUPS = {
-    "configs/qwen2.5-7b-8gpu.yaml": (7, 3),
-    "configs/bench/llama3.1-405b-512gpu.yaml": (310, 9),
-    "configs/bench/qwen3-235b-a22b-256gpu.yaml": (356, 12),
-    "configs/bench/deepseek-v3-1024gpu.yaml": (178, 6),
-}
-"""Shipped configuration -> process groups of several ranks in the job, and most on a rank."""
-
-
-@pytest.mark.parametrize("name", PROCESS_GROUPS)
+@pytest.mark.parametrize(
+    ("name", "total", "per_rank"),
+    [
+        ("configs/qwen2.5-7b-8gpu.yaml", 7, 3),
+        ("configs/bench/qwen3-235b-a22b-256gpu.yaml", 356, 12),
+        pytest.param("configs/bench/llama3.1-405b-512gpu.yaml", 310, 9, marks=pytest.mark.campaign),
+        pytest.param("configs/bench/deepseek-v3-1024gpu.yaml", 178, 6, marks=pytest.mark.campaign),
+    ],
+)
 def test_process_groups_are_counted(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    total: int,
+    per_rank: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Groups of several ranks in the job of a shipped configuration, and most of them on a rank."""
     monkeypatch.chdir(ROOT)
     assert main(["check", name, "--json"]) == 0
-    total, per_rank = PROCESS_GROUPS[name]
     found = json.loads(capsys.readouterr().out)
     assert found["process_groups"] == {"total": total, "per_rank": per_rank}
 

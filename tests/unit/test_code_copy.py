@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.contained.code_copy import digest_of, read_code, read_copy, use_copies_of, write_copy
 from megatron_rl.rewards.function import FunctionReward
+from megatron_rl.user_code import activate_copies, digest_of, read_code, read_copy, write_copy
 
 SAMPLE = {"prompt": "p", "response": "end", "ground_truth": "t", "metadata": {}}
 
@@ -38,11 +38,11 @@ def code(tmp_path: Path) -> Iterator[Path]:
         "    return data + VALUE + weights_of_it.WEIGHT\n"
     )
     yield file
-    use_copies_of({})
+    activate_copies({})
 
 
 def test_an_edit_in_the_middle_of_a_run_changes_nothing(code: Path) -> None:
-    use_copies_of(read_code([f"{code}:reward"]))
+    activate_copies(read_code([f"{code}:reward"]))
     with FunctionReward(RewardConfig(f"{code}:reward", timeout=60.0)) as reward:
         assert reward.answers([{**SAMPLE, "response": "x"}])[0].reward == 111
         for file in (code, code.parent / "sibling_of_it.py", code.parent / "weights_of_it/inner.py"):
@@ -70,7 +70,7 @@ def test_a_copy_has_a_digest_and_can_be_run_again(code: Path, tmp_path: Path) ->
 
 def test_modules_of_the_search_path_are_copied(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(code.parent))
-    use_copies_of(read_code(["weights_of_it.inner:WEIGHT", "judges:reward"]))
+    activate_copies(read_code(["weights_of_it.inner:WEIGHT", "judges:reward"]))
     (code.parent / "weights_of_it/inner.py").write_text("WEIGHT = 5\n")
     code.write_text("")
     with FunctionReward(RewardConfig("judges:reward", timeout=60.0)) as reward:

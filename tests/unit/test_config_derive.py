@@ -197,6 +197,7 @@ def never_raises(report: CheckReport) -> None:
     assert report_text(report, "config.yaml") and report_text(report, "config.yaml", verbose=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALID_PARTS)
 def test_random_sizes_multiply_out_or_are_refused(values: dict[str, Any]) -> None:
@@ -228,6 +229,7 @@ paths = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(paths, plain), min_size=1, max_size=4), st.one_of(st.none(), st.integers(-3, 70)))
 def test_any_value_anywhere_is_accepted_or_refused(changes: list[tuple[str, Any]], world: int | None) -> None:

@@ -25,7 +25,7 @@ rollout:
 
 @pytest.fixture(autouse=True)
 def no_profiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sampling_profiles, "_registered", {})
+    monkeypatch.setattr(sampling_profiles, "_registered_profiles", {})
     yield
 
 

@@ -97,6 +97,7 @@ def judge(
         return reward.score([{"response": response, **sample} for response in responses])
 
 
+@pytest.mark.slow
 def test_usual_code_runs_as_it_did(code: str) -> None:
     names = ["data beside the code", "neighbour", "imports", "workers", "manager", "programs", "temporary"]
     result = judge(code, *names, "terminal", "pipes_to_itself", "itself")

@@ -25,6 +25,7 @@ def work() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", USERS)
 def test_no_attack_gets_through_what_is_not_named_as_missing(user: int, work: Path) -> None:
     answer = run_as_user(user, lambda: attack(list(ATTACKS), work))
@@ -32,6 +33,7 @@ def test_no_attack_gets_through_what_is_not_named_as_missing(user: int, work: Pa
     assert unannounced(answer) == [], answer["ended"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", USERS)
 def test_without_namespaces_what_gets_through_is_named(user: int, work: Path) -> None:
     answer = run_as_user(user, without_namespaces(lambda: attack(list(ATTACKS), work)))

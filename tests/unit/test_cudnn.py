@@ -89,6 +89,7 @@ def said_by_imports() -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_it_is_loaded_before_megatron_is_imported(module: str, said_by_imports: list[str]) -> None:
     assert f"{module} loads it before" in said_by_imports

@@ -234,6 +234,36 @@ def test_temperatures_follow_the_step(tokenizer: Any) -> None:
     assert found == {1: [1.0, 0.5, 0.7], 2: [0.9, 1.0, 0.7], 3: [0.8, 1.5, 0.7], 9: [0.6, 1.5, 0.7]}
 
 
+def test_schedules_over_tokens_follow_the_step_too(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        temperature={"start": {"start": 1.0, "end": 0.6, "steps": 4}, "end": 0.5, "over": 9},
+        top_p={"start": 0.8, "end": 1.0, "steps": 2},
+        sampling_profiles={"hard": {"top_p": {"start": 0.7, "end": 0.9, "over": 5}, "temperature": 1.0}},
+    )
+    values = [{"prompt": "1+1=", "ground_truth": "2", "task": task} for task in ("easy", "hard")]
+    prompts = source(records(values), tokenizer, rollout)
+
+    expected = {
+        1: [(1.0, 0.5, 9, 0.8, 0), (1.0, 1.0, 0, 0.7, 5)],
+        2: [(0.9, 0.5, 9, 0.9, 0), (1.0, 1.0, 0, 0.7, 5)],
+        9: [(0.6, 0.5, 9, 1.0, 0), (1.0, 1.0, 0, 0.7, 5)],
+    }
+    for step, wanted in expected.items():
+        prompts.begin_step(step)
+        batch = prompts.next(2)
+        found = {}
+        for task, s in zip(batch.tasks, batch.sampling, strict=True):
+            last = s.last_temperature
+            found[task] = (s.temperature, last, s.temperature_tokens, s.top_p, s.top_p_tokens)
+        assert [found[task] for task in ("easy", "hard")] == [pytest.approx(row) for row in wanted]
+
+    # An evaluation has its own temperature, and its own top-p where it has one.
+    easy, hard = sorted(prompts.in_file_order(temperature=0.7).sampling, key=lambda s: s.top_p_tokens)
+    assert (easy.temperature, easy.temperature_tokens, hard.top_p_tokens) == (0.7, 0, 5)
+    fixed = prompts.in_file_order(temperature=0.7, top_p=0.9).sampling
+    assert {(s.top_p, s.top_p_tokens) for s in fixed} == {(0.9, 0)}
+
+
 def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
     rollout = RolloutConfig(
         banned_tokens=("7", "token_id:3"), logit_bias={"8": 1.5, "token_id:5": 0.0}, min_response_tokens=2

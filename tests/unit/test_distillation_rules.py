@@ -81,7 +81,7 @@ def test_each_task_has_one_teacher_with_a_model(workspace: Path) -> None:
     (error,) = errors(*alone, "teachers.code.tasks=[c, math]")
     assert "the task 'math' has several teachers" in error and "teachers.code.tasks" in error
     (error,) = errors("algorithm.name=distillation", "teachers={math: {layout: {tensor: 1}}}")
-    assert "teachers.math.path" in error
+    assert "`teachers.math` has no model" in error and "set teachers.math.path" in error
     shutil.copytree(workspace / "model", workspace / "other")
     text = json.loads((workspace / "other/tokenizer.json").read_text())
     vocabulary = text["model"]["vocab"]

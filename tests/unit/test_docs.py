@@ -18,7 +18,6 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
-from megatron_rl.cli.formulas import FORMULAS
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -82,6 +81,7 @@ def lines_of(name: str) -> Iterator[str]:
     yield from (code for code in CODE.findall(text) if COMMAND.match(code))
 
 
+@pytest.mark.slow
 def test_the_documentation_builds_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
@@ -154,18 +154,6 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
             assert any(text in source for text in indented), f"{block.title} has no such lines:\n{block.text}"
         elif block.language == "python" and not block.text.startswith(">>>"):
             compile(block.text, name, "exec")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_consoles_are_what_was_recorded(name: str) -> None:
-    """Record one with ``python benchmarks/tutorials.py EXAMPLE``; a line of dots leaves lines out."""
-    for block in blocks(name, "text"):
-        if block.title:
-            recorded = (ROOT / block.title).read_text(encoding="utf-8")
-            position = 0
-            for part in re.split(r"^…\n", block.text, flags=re.MULTILINE):
-                position = recorded.find(part, position)
-                assert position >= 0, f"{block.title} has no such lines:\n{part}"
 
 
 def test_the_examples_of_the_python_guide_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +311,7 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
 
 def test_every_equation_of_an_algorithm_is_a_formula() -> None:
     page = reference.algorithms_page()
-    assert [plain for plain, tex in FORMULAS.items() if f"$`{tex}`$" not in page] == []
+    assert [plain for plain, tex in reference.FORMULAS.items() if f"$`{tex}`$" not in page] == []
     # Code outside of examples that is no formula: conditions on settings.
     text = re.sub(r"(?m)^    .*$|\$`[^`]+`\$", "", page)
     code = {" ".join(match.split()) for match in re.findall(r"`([^`]+)`", text)}

@@ -12,9 +12,9 @@ from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
-from megatron_rl.environments.host_pool import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
+from megatron_rl.environments.host import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
-from megatron_rl.rewards import calls
+from megatron_rl.rewards import worker
 
 SOURCE = '''
 import asyncio, os, re, time
@@ -264,8 +264,9 @@ def test_a_setting_that_an_environment_lacks_is_none_of_the_configuration(hosts)
     assert "rollout.temperature" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "RESTART_DELAYS", (0.1,))
+    monkeypatch.setattr(worker, "RESTART_DELAYS", (0.1,))
     mark, path = tmp_path / "killed", tmp_path / "dying.py"
     path.write_text(
         "import os\nfrom megatron_rl import Environment\n"

@@ -30,7 +30,7 @@ from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.accelerator import AcceleratedRole
-from megatron_rl.shapes.fused_experts import expert_tensors
+from megatron_rl.shapes.fused_experts import FusedExperts, expert_location, expert_tensors, stored_shapes
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.published import shape_of
@@ -42,6 +42,7 @@ from tests.hf_models import in_four_bits, make_model, save_model
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
 WINDOW = 8
+FORM = FusedExperts(transposed=True, interleaved=True)
 LENGTHS = (3, WINDOW, WINDOW + 1, 37)
 """Rows that are shorter than the window, of its length, and longer."""
 
@@ -67,7 +68,7 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
 
     wanted: dict[str, Tensor] = {}
     for stored, parameter in reference.named_parameters():
-        for name, location in expert_tensors(stored, tuple(parameter.shape)).items():
+        for name, location in expert_tensors(stored, tuple(parameter.shape), FORM).items():
             assert parameter.grad is not None, name
             wanted[name] = location.part(parameter.grad)
 
@@ -85,24 +86,38 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
     assert seen == set(wanted)
 
 
-def pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield starts and sizes of boxes that begin and end with gate and with up."""
+def pieces(shape: tuple[int, ...], form: FusedExperts) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield starts and sizes of boxes that begin and end with gate and with up, if these alternate."""
+    rows = shape[-1] if form.transposed else shape[1]
+    some = ((1, rows - 2), (2, 3), (3, 1)) if form.interleaved else ()
     for experts in ((0, 3), (1, 1)):
-        for outputs in ((0, shape[-1]), (1, shape[-1] - 2), (2, 3), (3, 1)):
-            inner = [(1, 2)] if len(shape) == 3 else []
-            begins, counts = zip(*(experts, *inner, outputs), strict=True)
+        for outputs in ((0, rows), *some):
+            dims = [outputs] if len(shape) == 2 else [outputs, (1, 2)]
+            if form.transposed:
+                dims.reverse()
+            begins, counts = zip(experts, *dims, strict=True)
             yield begins, counts
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(
     ("matrix", "shape"),
     [("gate_up_proj", (3, 5, 8)), ("gate_up_proj_bias", (3, 8)), ("down_proj", (3, 4, 6))],
 )
-def test_boxes_of_stored_tensors_are_those_of_each_expert(matrix: str, shape: tuple[int, ...]) -> None:
+def test_boxes_of_stored_tensors_are_those_of_each_expert(
+    matrix: str, shape: tuple[int, ...], transposed: bool, interleaved: bool
+) -> None:
+    form = FusedExperts(transposed, interleaved)
+    if not transposed and len(shape) == 3:
+        shape = (shape[0], shape[2], shape[1])
     name = f"model.layers.0.mlp.experts.{matrix}"
     stored = torch.arange(torch.Size(shape).numel()).view(shape)
-    locations = expert_tensors(name, shape)
-    for start, size in pieces(shape):
+    locations = expert_tensors(name, shape, form)
+    shapes = {own: location.shape(shape) for own, location in locations.items()}
+    assert {own: expert_location(own, size, form) for own, size in shapes.items()} == locations
+    assert stored_shapes(shapes, form) == {name: shape} and stored_shapes(shapes, None) == shapes
+    for start, size in pieces(shape, form):
         box = stored[tuple(slice(b, b + c) for b, c in zip(start, size, strict=True))]
         storage = box.transpose(-1, -2).contiguous()
         stride = (storage.stride()[0], *reversed(storage.stride()[1:]))
@@ -110,7 +125,7 @@ def test_boxes_of_stored_tensors_are_those_of_each_expert(matrix: str, shape: tu
             storage = box.contiguous()
             stride = tuple(storage.stride())
         found: list[int] = []
-        for part in boxes_of_experts([TensorBox(name, start, size, 0, "w", 0, stride)]):
+        for part in boxes_of_experts([TensorBox(name, start, size, 0, "w", 0, stride)], form):
             values = locations[part.name].part(stored)
             for dim, (begin, count) in enumerate(zip(part.start, part.size, strict=True)):
                 values = values.narrow(dim, begin, count)

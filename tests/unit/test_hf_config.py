@@ -218,6 +218,10 @@ def test_broken_directories_are_refused(checkpoint, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="missing model-00001-of-00002"):
         CheckpointFiles(tmp_path)
+    for weight_map in (None, {}, [], {"a": "../model.safetensors"}, {"a": 1}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(UserError, match="list of weight files cannot be read"):
+            CheckpointFiles(tmp_path)
 
 
 def test_files_are_filled_in_order():

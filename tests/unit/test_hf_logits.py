@@ -39,6 +39,7 @@ def logits(model, rows):
         return values if cap is None else cap * torch.tanh(values / cap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(family, tmp_path):
     reference = save_model(family, tmp_path)

@@ -71,6 +71,7 @@ def test_torchrun_starts_the_processes_without_a_warning(name: str, tmp_path: Pa
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_setup_compares_the_driver_before_it_downloads(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

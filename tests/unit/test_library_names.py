@@ -61,6 +61,7 @@ def test_the_installed_version_has_every_name_that_is_imported_or_recorded(distr
     assert not [name for name in sorted(names) if not has_name(folder, name)]
 
 
+@pytest.mark.slow
 def test_megatron_core_finds_in_transformer_engine_what_it_imports():
     folder = sources("megatron-core")
     assert folder is not None

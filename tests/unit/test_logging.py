@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -18,10 +19,13 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.logging import LoggingConfig
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
 from megatron_rl.trainer.job import Job, report_failure
@@ -30,6 +34,8 @@ from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.sample_log import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
 from tests.conftest import run_forked
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -307,6 +313,31 @@ def test_a_run_folder_that_is_removed_in_mid_run_is_named(tmp_path: Path) -> Non
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "the run folder was removed, or moved, while the run wrote to it" in ended.stderr
     assert f"no directory {tmp_path / 'run/rollouts'}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "report"),
+    [
+        (UserError("the data ended", where="data.train", fix="add records"), 2, "the data ended"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "space"),
+        (torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB"), 2, "memory"),
+        (FileNotFoundError("gone"), 1, "FileNotFoundError: gone"),
+        (RuntimeError("seen"), 1, "RuntimeError: seen"),
+    ],
+)
+def test_a_failure_has_a_traceback_only_if_it_is_a_bug(
+    tmp_path: Path, error: Exception, code: int, report: str
+) -> None:
+    config = load_config(ROOT / "configs/qwen2.5-7b-8gpu.yaml", [f"run_dir={tmp_path / 'run'}"])
+    RunFolder(config.run_dir).create()
+
+    def fail() -> None:
+        with report_failure(config, Phases()):
+            raise error
+
+    ended = run_forked(fail)
+    assert ended.returncode == code and report in ended.stderr, ended.stderr
+    assert ("Traceback" in ended.stderr) == (code == 1)
 
 
 def test_further_lines_of_a_text_are_no_lines_of_the_console() -> None:

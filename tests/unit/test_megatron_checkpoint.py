@@ -314,7 +314,14 @@ def test_code_in_a_checkpoint_does_not_run(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "feature"),
-    [("gemma2", "norms after attention"), ("olmo2", "norms after"), ("minimax-m2", "norms of queries")],
+    [
+        ("gemma2", "norms after attention"),
+        ("olmo2", "norms after"),
+        ("minimax-m2", "norms of queries"),
+        ("smollm3", "layers without rotary angles"),
+        ("qwen3-5", "linear attention"),
+        ("qwen3-next", "linear attention"),
+    ],
 )
 def test_what_megatron_lm_has_no_arguments_for_is_not_written(family, feature, tmp_path):
     save_model(family, tmp_path)

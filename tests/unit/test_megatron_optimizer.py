@@ -65,6 +65,7 @@ def saved_by_a_script(folder: Path, hf: Path, sharding: str | None, **more: Any)
         return {name: value.clone() for name, value in live_parameters(model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", ["fully_reshardable", "dp_reshardable", None])
 @pytest.mark.parametrize("ours", [True, False])
 def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):

@@ -23,7 +23,7 @@ MODULES = sorted(
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_of_a_module_hold(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # An example registers a profile, which all configurations loaded later in this process would have.
-    monkeypatch.setattr(sampling_profiles, "_registered", {})
+    monkeypatch.setattr(sampling_profiles, "_registered_profiles", {})
     results = doctest.testmod(import_module(module))
     assert results.attempted
     assert not results.failed

@@ -17,7 +17,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
@@ -156,6 +156,7 @@ def turns_of(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return turns
 
 
+@pytest.mark.slow
 def test_interruptions_and_environments_made_anew_change_nothing(hosts: EnvironmentPool):
     groups = started(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
     whole = to_rollouts(sample(hosts, groups, None))

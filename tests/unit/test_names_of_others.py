@@ -14,7 +14,7 @@ from megatron_rl.config.load import load
 from megatron_rl.config.other_names import NO_COUNTERPART, foreign_keys
 from megatron_rl.errors import UserError, nearest
 
-pytestmark = pytest.mark.usefixtures("functions_load_once")
+pytestmark = pytest.mark.usefixtures("functions_load_once", "forked_trials")
 
 TABLE = {
     written: answer
@@ -65,6 +65,7 @@ def follow(written: str) -> tuple[str, str]:
     raise AssertionError(f"{written}: the fixes lead on and on, the last is: {fix}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", TABLE, ids=str)
 def test_a_fix_leads_to_a_valid_configuration_with_the_right_key(
     written: str, workspace: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def fewest_by_trying(lengths, budget):
     raise AssertionError
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_bins_are_as_few_as_can_be(lengths, budget):

@@ -251,7 +251,7 @@ def test_attention_without_a_fused_kernel_is_told_once_and_why(monkeypatch):
     monkeypatch.setitem(sys.modules, f"{name}.utils", choice)
     told: list[str] = []
     for _ in range(2):
-        monkeypatch.setattr(layers, "_unfused", False)
+        monkeypatch.setattr(layers, "_warned_of_unfused", False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layers.warn_of_unfused_attention()

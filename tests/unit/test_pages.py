@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.formulas import FORMULAS
+from megatron_rl.cli.reference import FORMULAS
 from tests import browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +74,7 @@ def build_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_no_page_cuts_a_table_or_code_at_the_width_of_a_laptop_or_a_phone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

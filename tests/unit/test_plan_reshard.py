@@ -48,6 +48,7 @@ def test_the_command_adds_a_plan_up(capsys):
     assert 0 < adapters["received_most"] < 0.02 * found["received_most"]
 
 
+@pytest.mark.slow
 def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
     page = " ".join((Path(__file__).parents[2] / "benchmarks/README.md").read_text().split())
     assert main(["plan-reshard", "llama-3-70b", "--from", "tp8pp8dp2", "--to", "tp8", "--json"]) == 0

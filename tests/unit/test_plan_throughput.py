@@ -76,6 +76,7 @@ def test_shipped_shape_has_the_size_that_its_authors_state(name: str) -> None:
     assert (shape.active_parameters - shape.vocab * shape.hidden) / 1e9 == pytest.approx(active, rel=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("path", BENCH, ids=lambda path: path.stem)
 def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -87,6 +88,7 @@ def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, caps
     assert not [warning for warning in report["warnings"] if "more memory" in warning["message"]]
 
 
+@pytest.mark.slow
 def test_every_size_is_simulated(throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.json"
     assert len(BENCH) == 13
@@ -106,6 +108,7 @@ def test_every_size_is_simulated(throughput: Any, monkeypatch: Any, tmp_path: Pa
     assert {record["method"] for record in records} == {"predicted, H100-80GB"}
 
 
+@pytest.mark.slow
 def test_simulation_follows_overrides_and_names_what_is_missing(
     throughput: Any, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -37,6 +37,7 @@ def checked(path: Path):
     return check_config(load(path), without_files=True)
 
 
+# Each option, and each kind of model and of group, is in a search that takes a second or two.
 @pytest.mark.parametrize(
     "words",
     [
@@ -44,27 +45,30 @@ def checked(path: Path):
         ("llama-3-70b", "--gpus", "64", "--one-step-off"),
         pytest.param(
             ("qwen3-235b-a22b", "--gpus", "128", "--gpu", "h20", "--prompts", "64", "--samples", "16"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
         ("qwen3-30b-a3b", "--gpus", "24", "--no-reference"),
         pytest.param(("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"), marks=pytest.mark.slow),
-        pytest.param(("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"), marks=pytest.mark.slow),
+        pytest.param(("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"), marks=pytest.mark.campaign),
         ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
-        ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
+        pytest.param(
+            ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--open-order"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             ("deepseek-v3", "--gpus", "1024", "--algorithm", "ppo", "--response-tokens", "4096"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
-        pytest.param(("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"), marks=pytest.mark.slow),
-        ("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"),
+        pytest.param(("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"), marks=pytest.mark.campaign),
+        pytest.param(("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"), marks=pytest.mark.slow),
         ("llama-3-70b", "--gpus", "16", "--lora-rank", "64"),
         pytest.param(
             ("qwen3-30b-a3b", "--gpus", "16", "--algorithm", "ppo", "--lora-rank", "16"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
     ],
 )
@@ -122,6 +126,7 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     assert is_initial_actor(run.config, "reference")
 
 
+@pytest.mark.slow
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:
     out, record = tmp_path / "plan.yaml", tmp_path / "plan.json"
     words = ("llama-3-70b", "--gpus", "64", "--one-step-off")

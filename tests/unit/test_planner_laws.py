@@ -1,6 +1,7 @@
 """Laws of the phase model and of the search."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from peers import model_flops_per_token, volume
@@ -46,13 +47,20 @@ def cut(data: int = 1, **sizes: int) -> ParallelLayout:
     return replace(layout, **sizes)
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "qwen3-32b"])
+def in_campaign(*values: object) -> Any:
+    """Return a parameter of another size of a search that the suite has."""
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3.1-8b", in_campaign("qwen3-30b-a3b"), in_campaign("qwen3-32b")])
 def test_more_gpus_are_never_slower_at_the_optimum(model: str) -> None:
     totals = [search(problem(model, gpus)).plans[0].step.total for gpus in (16, 64, 256)]
     assert totals == sorted(totals, reverse=True)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", in_campaign("ppo")])
 def test_more_memory_is_never_worse(algorithm: str) -> None:
     base = problem("qwen3-32b", 32, algorithm=algorithm)
     totals = []
@@ -105,7 +113,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h100", "h20", "gb200"])
+@pytest.mark.parametrize("gpu", ["a100", in_campaign("h100"), in_campaign("h20"), "gb200"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
     asked = problem("qwen3-32b", 64, gpu, algorithm)
@@ -124,8 +132,11 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
                 assert entry.choice.layout.size == group.gpus
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-@pytest.mark.parametrize(("model", "gpus"), [("qwen2.5-7b", 8), ("qwen2.5-7b", 16), ("qwen3-32b", 32)])
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("qwen2.5-7b", 8), ("qwen2.5-7b", 16), in_campaign("qwen3-32b", 32)]
+)
 def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algorithm: str) -> None:
     searched = replace(problem(model, gpus, algorithm=algorithm), shared_stage_split=True)
     fastest = {plan.name: plan for plan in search(searched).plans}
@@ -144,6 +155,7 @@ def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algo
         assert not shares_nodes or "share nodes" in reasons
 
 
+@pytest.mark.slow
 def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_node() -> None:
     batch = StepBatch(256, 8, 1, 1024.0, response_lengths(2731.0, 8192.0, "variable"), 9216.0)
     for algorithm in ROLES:
@@ -156,6 +168,7 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
         assert is_aligned or algorithm == "ppo", "training four models needs more than a node"
 
 
+@pytest.mark.slow
 def test_every_placement_is_searched() -> None:
     names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
     assert {
@@ -182,12 +195,13 @@ def test_an_open_order_saves_the_wait_for_the_longest_and_computes_caches_anew()
         assert least < generate_seconds(asked.models["actor"], rollout, batch, asked.machine) / closed < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "algorithm", "most"),
     [
         ("llama-3-70b", 512, "grpo", 40_000),
-        ("llama-3-70b", 512, "ppo", 40_000),
-        ("deepseek-v3", 1024, "grpo", 40_000),
+        in_campaign("llama-3-70b", 512, "ppo", 40_000),
+        in_campaign("deepseek-v3", 1024, "grpo", 40_000),
         ("deepseek-v3", 1024, "ppo", 40_000),
     ],
 )

@@ -36,6 +36,7 @@ def test_published_point_is_inside_its_tolerance(outcomes, name: str) -> None:
     assert set(outcome.measured) <= set(outcome.predicted)
 
 
+@pytest.mark.slow
 def test_prediction_does_not_depend_on_what_was_measured(outcomes) -> None:
     changed = copy.deepcopy(POINTS)
     for point in changed:
@@ -54,6 +55,7 @@ def test_a_scenario_holds_no_answers() -> None:
     assert POINTS[0]["layout"]["tensor"] == 8  # a copy: nothing leads back to the file's entry
 
 
+@pytest.mark.slow
 def test_scenarios_without_measurements_are_predicted() -> None:
     bare = [without_answers(point) for point in POINTS]
     for outcome in evaluate(bare, load_constants()):
@@ -182,6 +184,7 @@ def test_every_kind_has_a_prediction_and_its_line_in_the_readme() -> None:
     assert all(any(line.startswith(f"| `{kind}` |") for line in lines) for kind in KINDS)
 
 
+@pytest.mark.slow
 def test_the_command_grades_the_published_points(tmp_path, capsys) -> None:
     out = tmp_path / "out.json"
     assert main(["--json", str(out)]) == 0

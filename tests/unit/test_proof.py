@@ -71,6 +71,7 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
     assert "rollout.engine=torch" in (finding.fix or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 1024])
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
     proof._write_material(tmp_path, world, on_host=True)

@@ -170,6 +170,7 @@ def test_a_scripts_model_that_rl_would_train_wrongly_is_refused(tmp_path: Path) 
             adopt_model(set_up(tmp_path)[0], config)
 
 
+@pytest.mark.slow
 def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
     quickstart.make(tmp_path / "data")
     path = tmp_path / "data" / "model"

@@ -115,6 +115,7 @@ def test_responses_that_go_on_behind_their_end_are_told_with_the_record() -> Non
     assert len(found(check(section), "renders earlier turns differently")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(
     ("template", "reason"),

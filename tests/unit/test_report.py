@@ -19,7 +19,7 @@ from PIL import Image
 from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer import curves, report, report_samples
+from megatron_rl.trainer import curves, report
 from megatron_rl.trainer.compare import compare
 from megatron_rl.trainer.logging import MetricsLog
 from megatron_rl.trainer.report import PhaseTime
@@ -184,7 +184,7 @@ def test_every_step_keeps_its_worst_best_longest_and_invalid_samples_with_their_
     assert samples.counts[0] == {"set": "training", "step": 1, "stored": 512, "shown": 32}
     for step in (1, 2, 3):
         rows = [row for row in samples.rows if row["step"] == step]
-        marked = {mark: [row for row in rows if mark in row["marks"]] for mark in report_samples.MARKS}
+        marked = {mark: [row for row in rows if mark in row["marks"]] for mark in report.MARKS}
         assert len(rows) == 32 and all(marked.values()), marked
         assert {row["reward"] for row in marked["worst"]} == {0.0}
         assert {row["reward"] for row in marked["best"]} == {1.0}
@@ -195,7 +195,7 @@ def test_every_step_keeps_its_worst_best_longest_and_invalid_samples_with_their_
         assert {row["group_size"] for row in rows} == {8}
 
     # A run with more steps than the page has samples still has some of each.
-    select = report_samples.select_rows
+    select = report.select_rows
     assert select([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 4, spread=True) == {
         0: ["worst"], 1: ["best", "longest"], 2: ["invalid"], 3: [],
     }  # fmt: skip
@@ -409,7 +409,7 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
         columns = {"prompt": [str(row) for row in range(64)], "response": ["x"] * 64, "reward": [1.0] * 64}
         write_rollouts(folder, step, columns)
     samples = report.stored_samples(folder)
-    assert not samples.unreadable and len(samples.rows) == report_samples.SAMPLES
+    assert not samples.unreadable and len(samples.rows) == report.SAMPLES
     assert {count["step"] for count in samples.counts} == {*range(1, 101)}
     assert {(count["shown"], count["stored"]) for count in samples.counts} == {(20, 64)}
 

@@ -29,6 +29,7 @@ from megatron_rl.shapes.lora import Lora, adapted, default_targets
 from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
 from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of
+from tests.representatives import represented
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +57,8 @@ SIZES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", represented())
 @settings(max_examples=20, deadline=None)
 @given(sizes=SIZES, places=st.sampled_from([1, 2, 4]), vocabulary=st.integers(65, 200), data=st.data())
 def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabulary, data):
@@ -85,8 +87,15 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
         model = adapted(model, lora.rank, None, lora.targets)
     shared = shared_bytes(model.shape, actor, places, 2, settings=overrides, whole_experts=whole, lora=lora)
     sources = megatron_layout(config, actor, torch.bfloat16, overrides, lora)
-    plan = build_plan(sources, engine_layout(model, ranks, places, torch.bfloat16, whole))
-    traffic = shared.traffic(ranks)
+    per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    nodes = {rank: rank // per_node for rank in range(8)}
+    plan = build_plan(sources, engine_layout(model, ranks, places, torch.bfloat16, whole), nodes)
+    traffic = shared.traffic(ranks, per_node)
+    across_nodes = Counter(dict.fromkeys(ranks, 0))
+    for (sender, receiver), count in plan.pairs.items():
+        across_nodes[receiver] += count * (nodes[sender] != nodes[receiver])
+    assert across_nodes == traffic.received_across_nodes
+    assert plan.bytes_between(nodes) == (traffic.inside_nodes, traffic.across_nodes)
     assert {rank: plan.received.get(rank, 0) for rank in ranks} == traffic.received
     assert plan.needed == traffic.needed
     whole_model = build_plan(sources, engine_layout(model, (0,), 1, torch.bfloat16))
@@ -124,7 +133,10 @@ def least_sent(plan):
     )
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["70b", "235b", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("405b", "v3"))]
+)
 def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     """Models with experts have 16 layers here: the peers of all layers, and a share of their messages."""
     folder, sizes, ranks, tensor, whole_experts, layers = LARGE[name]

@@ -193,6 +193,7 @@ def trainable(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {name: value for name, value in chunk.named_parameters() if value.requires_grad}
 
 
+@pytest.mark.slow
 def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
     device.initialize()
     shared, apart = adapted_roles(tmp_path, True), adapted_roles(tmp_path, False)

@@ -19,7 +19,7 @@ import torch
 from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rewards import calls
+from megatron_rl.rewards import worker
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 FUNCTIONS = """
@@ -477,7 +477,7 @@ def test_a_process_killed_while_it_loads_is_started_again(dying: tuple[str, Path
 def test_samples_are_invalid_while_no_process_can_be_started(
     dying: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "RESTART_DELAYS", (0.1,))
+    monkeypatch.setattr(worker, "RESTART_DELAYS", (0.1,))
     file, mark = dying
     with make(file, "reward", timeout=60.0) as reward:
         mark.touch()

@@ -145,6 +145,7 @@ def run(root: Path, *command: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_check_shows_a_role_that_only_the_table_and_the_schema_name(extended, configuration):
     picture = extended / "picture.svg"
     command = ("-m", "megatron_rl", "check", configuration, "--world-size", "4", "placement=split")

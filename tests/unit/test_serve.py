@@ -46,6 +46,15 @@ def test_the_sampling_of_the_run_is_the_servers_default(tmp_path: Path) -> None:
     assert json.loads(command[command.index("--override-generation-config") + 1]) == defaults
 
 
+def test_a_server_has_the_last_values_of_schedules(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: r.py:f}\nsteps: 1\nrun_dir: r\n"
+        "rollout: {temperature: {start: 1.0, end: 0.6, over: 8}, top_p: {start: 1.0, end: 0.9, steps: 5}}\n"
+    )
+    defaults = serve.sampling_defaults(RunFolder(tmp_path))
+    assert defaults == {"temperature": 0.6, "max_new_tokens": 256, "top_p": 0.9}
+
+
 def test_tables_show_rates_percentiles_and_headroom() -> None:
     text = bench_serve.result_tables({1: result(2.0), 20: result(10.0)})
     assert "| 20 | 10.00 | 80 | 500 / 950 / 990 | 500.0 / 950.0 / 990.0 | 0.50 / 0.95 / 0.99 |" in text

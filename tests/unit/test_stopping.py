@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.data.tokenizing import sampling_by_task
-from megatron_rl.environments.host_pool import EnvironmentPool
+from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler
@@ -180,6 +180,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvironmentPool]:
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(None,), (20,) * 12], ids=["at once", "in parts"])
 def test_turns_end_at_stop_texts_and_the_observations_follow(
     tokenizer: Any, hosts: EnvironmentPool, limits: tuple[int | None, ...]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<unk>")
 CHARACTERS = "0123456789#?ahnoswdmuy.Ġ"
@@ -42,6 +43,7 @@ def write_model(directory: Path) -> None:
         pad_token_id=vocabulary["<pad>"], eos_token_id=vocabulary["<eos>"], bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(1)
+    disable_progress_bar()
     Qwen2ForCausalLM(config).float().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError, join_names, single_errors
+from megatron_rl.errors import UserError, join_names, single_errors, unknown_choice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys
@@ -121,7 +120,10 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for one engine argument, or None for a valid one."""
+    """Return the error for the value of one engine argument, or None if it is valid.
+
+    ``installed``: fields of the installed vLLM's arguments by name, or None if vLLM is not installed.
+    """
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
@@ -159,7 +161,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
 
 def check_user_engine(spec: str) -> list[UserError]:
-    """Return the errors for an engine of the user's, ``file.py:Name``; its module is imported."""
+    """Return the errors for a user-defined engine, ``file.py:Name``, whose module is imported here."""
     if ":" not in spec:
         return []
     try:
@@ -261,21 +263,12 @@ def host_engine_errors(
     # Only vLLM has kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities
     is_for_gpus = config.gpu is not None and not for_this_machine
-    if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():
+    if not capabilities.host_kernels or is_for_gpus or not has_host_build():
         return
     yield from host_errors(config.rollout.vllm)
 
     if shape is None:
         return
-
-    if shape.linear_layers and not capabilities.host_delta_nets:
-        yield UserError(
-            "vLLM's gated delta nets do not compute with synced weights on a machine without an accelerator",
-            where="rollout.engine",
-            expected="rollout.engine=torch, for this model on such a machine",
-            got=config.rollout.engine,
-            fix="set rollout.engine=torch and rollout.tensor=1; where the run will have GPUs, set gpu",
-        )
 
     rows = capabilities.host_expert_rows
     widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
@@ -288,24 +281,22 @@ def host_engine_errors(
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
-    # The attention kernels of vLLM's CPU build have fixed sizes.
-    fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"
-    if shape.mla:
-        latent_size = shape.kv_lora + shape.qk_rope
-        if latent_size != capabilities.host_latent_size:
-            yield UserError(
-                "vLLM's latent attention has no kernel for this model on a machine without an accelerator",
-                where="rollout.engine",
-                expected=f"kv_lora_rank + qk_rope_head_dim = {capabilities.host_latent_size}",
-                got=str(latent_size),
-                fix=fix,
-            )
-    elif shape.head_dim not in capabilities.host_head_sizes:
-        sizes = [str(size) for size in capabilities.host_head_sizes]
+    for mixer in shape.mixers:
+        sizes = capabilities.host_kernels.get(mixer.name, ())
+        size = mixer.kernel_size(shape)
+        if size in sizes:
+            continue
+
+        expected = "rollout.engine=torch, for this model on such a machine"
+        got = config.rollout.engine
+        if sizes:
+            expected = f"{mixer.kernel_size_name} of {join_names([str(size) for size in sizes], len(sizes))}"
+            got = f"{mixer.kernel_size_name} of {size}"
         yield UserError(
-            "vLLM's attention has no kernel for this model on a machine without an accelerator",
+            f"vLLM has no kernel for this model's {mixer.noun} on a machine without an accelerator",
             where="rollout.engine",
-            expected=f"a head size of {join_names(sizes, len(sizes))}",
-            got=f"head size {shape.head_dim}",
-            fix=fix,
+            expected=expected,
+            got=got,
+            fix="set rollout.engine=torch and rollout.tensor=1, or use another model; where the run will "
+            "have GPUs, set gpu",
         )

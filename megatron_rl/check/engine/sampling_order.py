@@ -33,7 +33,10 @@ def check_asynchrony(
 
 
 def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for the open order without the settings that it requires."""
+    """Yield the error for the open order without the settings that it requires.
+
+    In the open order, responses are trained on as they finish, and later ones stay in flight meanwhile.
+    """
     if config.rollout.order == CLOSED:
         return
 
@@ -165,7 +168,10 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for partial responses in the closed order if every response is finished in its step."""
+    """Yield the error for partial responses in the closed order if every response is finished in its step.
+
+    In the closed order, each step ends its sampling before it trains.
+    """
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         yield UserError(
@@ -178,7 +184,7 @@ def _partial_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield the errors for settings that over-sampling excludes."""
+    """Yield the errors for settings that cannot be combined with over-sampling."""
     rollout = config.rollout
     if rollout.oversample == 0:
         return

@@ -107,12 +107,12 @@ def server_commands(config: RunConfig) -> list[str]:
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return engine arguments as command-line flags, without empty dicts."""
+    """Format engine arguments as command-line flags, without empty dicts."""
     return [_flag(name.replace("_", "-"), value) for name, value in arguments.items() if value != {}]
 
 
 def _flag(name: str, value: Any) -> str:
-    """Return one flag: ``--name``, ``--no-name``, or ``--name VALUE`` quoted for a shell."""
+    """Format one engine argument as ``--name``, ``--no-name``, or ``--name VALUE`` quoted for a shell."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
 
@@ -126,7 +126,7 @@ class _CapabilityRule(NamedTuple):
     refused: bool
     """Whether the setting is set and the engine lacks the capability."""
     setting: str
-    """The setting."""
+    """Configuration key of the setting."""
     reason: str
     """Predicate of an error sentence whose subject is the engine."""
     expected: str

@@ -17,8 +17,7 @@ from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires, unknown_choice
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,
@@ -142,6 +141,18 @@ def check_adapted_model(
     # Targets that the model does not have, and settings that exclude adapters of experts.
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
+    stores_keys_twice = any(copies > 1 for _, copies in model.shape.key_value_parameters)
+    if lora.sync == "adapter" and stores_keys_twice and "linear_qkv" in targets:
+        # vLLM 0.32 adds the adapter of the keys' projection to keys, not to the values that equal them.
+        errors.append(
+            UserError(
+                "vLLM's adapters of keys leave out values, which are the keys in some layers of this model",
+                where=f"{key}.sync",
+                expected="merged, or targets without linear_qkv",
+                got="adapter",
+                fix=f"set {key}.sync=merged",
+            )
+        )
     if adapts_experts(model.shape, targets):
         errors += _expert_errors(lora, model.shape, key, settings or {})
     yield from errors

@@ -18,7 +18,7 @@ from megatron_rl.shapes.blocks import MIXERS
 from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.family import ROPE_TYPES, Family
 from megatron_rl.shapes.multimodal import language_config
-from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
+from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_config
 from megatron_rl.shapes.published import read_trainable
 from megatron_rl.shapes.quantized import read_quantization
 
@@ -37,7 +37,7 @@ _ROPE_NUMBERS = {
 """Type of rotary scaling -> the numbers that it needs in addition to ``rope_theta``."""
 
 _MAX_ROPE_NUMBER = 1e12
-"""Bound of these numbers, far above those of any model: a larger one is a mistake."""
+"""Upper bound of the numbers of rotary scaling, far above those of any model: a larger one is a mistake."""
 
 _LONGEST_VALUE = 200
 """Number of characters to which an error truncates a value."""
@@ -46,7 +46,7 @@ _LONGEST_VALUE = 200
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
-        stored = read_json(file)
+        stored = read_config(file)
         family = family_of(stored, str(file))
     except UserError:
         return read_trainable(file, files.errors)  # reports the file, or its architecture
@@ -122,7 +122,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
             yield _error(file, key, f"at most {maximum}", count)
     yield from _head_errors(config, file)
     yield from _layer_type_errors(config, file)
-    yield from _rope_errors(config, file)
+    yield from _rope_errors(config, family, file)
 
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
@@ -156,7 +156,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
 
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
-    """Return the fix of a model_type that does not belong to the architecture."""
+    """Return the fix of a config.json whose ``model_type`` does not belong to its architecture."""
     if model_type is None or model_type in FAMILIES:
         return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (
@@ -215,7 +215,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 
 
-def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors for rotary positions, given for all layers or for each type of layer."""
     # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
@@ -231,7 +231,7 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
     for rope in by_layer_type or [parameters]:
         if isinstance(rope, dict):
-            yield from _rope_value_errors(rope, config, file, key)
+            yield from _rope_value_errors(rope, config, family, file, key)
         else:
             yield _error(file, key, "an object for each kind of layer", rope)
 
@@ -239,14 +239,16 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
 def _rope_value_errors(
     rope: Mapping[str, Any],
     config: Mapping[str, Any],
+    family: Family,
     file: Path,
     key: str,
 ) -> Iterator[UserError]:
     """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
     # Before version 5, transformers wrote the type as "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
+    supported = (*ROPE_TYPES, *family.rope_types)
+    if rope_type not in supported:
+        yield _error(file, key, f"a rope_type among {', '.join(supported)}", rope_type)
         return
 
     numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
@@ -263,7 +265,7 @@ def _rope_value_errors(
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive integer of the config, or None for any other value."""
+    """Return the positive integer at a key of a config.json, or None for any other value."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -276,7 +278,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
-    """Return the error for one key of a config.json."""
+    """Return the error for the value ``got`` at one key of a config.json.
+
+    ``expected``: valid values. ``fix``: advice to the user, or None for the general one.
+    """
     if not isinstance(got, str):
         got = repr(got)
     return UserError(

@@ -21,8 +21,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, UserErrors, single_errors
+from megatron_rl.errors import UserError, UserErrors, requires, single_errors
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
@@ -41,7 +40,7 @@ from megatron_rl.shapes.pretrained import (
 from megatron_rl.shapes.quantized import without_quantization
 
 ErrorsByKey = dict[str, list[UserError]]
-"""Errors by the key whose value they make invalid."""
+"""Configuration key -> errors that make its value invalid."""
 
 REQUIRED_ARGUMENTS = ("pre_process", "post_process")
 """Parameters that a model provider must have: whether the stage embeds, and whether it returns logits."""
@@ -152,7 +151,10 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 
 
 def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
-    """Return the path of each configured Megatron checkpoint by section, the actor's under ``model``."""
+    """Return the path of each configured Megatron checkpoint: section -> path.
+
+    The actor's is under ``model``.
+    """
     # The actor first: other roles may read its folder.
     checkpoints: dict[str, str] = {}
     if config.model.megatron is not None:
@@ -164,7 +166,7 @@ def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
 
 
 def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """Set the ``path`` of each section in ``folders``."""
+    """Return the configuration with other paths of models; ``folders`` maps a section to its new ``path``."""
 
     def at_folder(name: str, section: Any) -> Any:
         if name not in folders:
@@ -250,7 +252,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         "iteration": checkpoint.iteration,
         "arguments": dict(checkpoint.arguments),
     }
-    contents = {POINTER: _json(pointer_values), "config.json": _json(hf_config)}
+    contents = {POINTER: _json_bytes(pointer_values), "config.json": _json_bytes(hf_config)}
     if tokenizer is not None:
         for name in tokenizer_files(tokenizer):
             contents[name] = (tokenizer / name).read_bytes()
@@ -287,17 +289,21 @@ def _require_free_folder(folder: Path, key: str) -> None:
     )
 
 
-def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
-    """Return the checkpoint to start from; a resumed run keeps its iteration even if newer ones exist."""
+def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
+    """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
+
+    A run that is resumed keeps that iteration, which `read_pointer` records in ``model_folder``, even if
+    newer ones exist.
+    """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
-        return path
+        return checkpoints
 
     # The pointer names the checkpoint that the run began with.
-    values = read_pointer(folder) or {}
+    values = read_pointer(model_folder) or {}
     recorded = Path(str(values.get("checkpoint", "")))
-    if recorded.parent == path.resolve() and recorded.is_dir():
+    if recorded.parent == checkpoints.resolve() and recorded.is_dir():
         return recorded
-    return path
+    return checkpoints
 
 
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
@@ -352,13 +358,13 @@ def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> in
     return vocabulary_of(tokenizer)
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file."""
+def _json_bytes(values: Mapping[str, Any]) -> bytes:
+    """Encode values as the content of a JSON file."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files into a folder, name -> content, and remove the files of a previous tokenizer.
+    """Write ``contents`` (name -> content) into a folder, and remove files of a previous tokenizer.
 
     Every rank of a job may do so at the same time: each process writes a file under a unique temporary name
     and renames it, which is atomic.
@@ -380,7 +386,10 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _needs_checkpoint(key: str, value: str) -> UserError:
-    """Return the error for a setting that only has an effect together with ``model.megatron``."""
+    """Return the error for a setting that only has an effect together with ``model.megatron``.
+
+    ``key`` and ``value``: the setting, and its value as text.
+    """
     fix = "set model.megatron, or name only a Hugging Face model, in model.path"
     return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 

@@ -24,8 +24,7 @@ from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError, join_names
+from megatron_rl.errors import UserError, join_names, requires, unknown_choice
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -49,10 +48,10 @@ TRIAL_COMMAND = [sys.executable, "-m", "megatron_rl.megatron.trial"]
 """Command of the process that validates Megatron's settings."""
 
 PATIENCE = 30.0
-"""Time limit of Megatron's trial in seconds, from the start of the check."""
+"""Maximum seconds that Megatron's validation of its settings may take, from the start of the check."""
 
 LONG_PATIENCE = 120.0
-"""Time limit at the start of a run, in seconds: all ranks of a host start together and share its cores."""
+"""The same maximum at the start of a run, when all ranks of a host start together and share its cores."""
 
 _MODEL_FIELDS = """
     activation_func activation_func_clamp_value gated_linear_unit glu_linear_offset add_bias_linear
@@ -64,7 +63,8 @@ _MODEL_FIELDS = """
     moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size init_method_std
-    heterogeneous_block_specs is_hybrid_model experimental_attention_variant linear_attention_freq
+    heterogeneous_block_specs hetereogenous_dist_checkpoint is_hybrid_model
+    experimental_attention_variant linear_attention_freq
     linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
     linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
     mamba_training_ssm_states_dtype use_mamba_mem_eff_path dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
@@ -126,7 +126,7 @@ SET_BY_RUN: Mapping[str, str] = {
     "pipeline_model_parallel_layout": "uneven pipeline stages are set by "
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
-"""Further field that the run sets -> the reason."""
+"""Further field of TransformerConfig that the run sets itself -> the reason."""
 
 _DROPPED_BY_REASON: Mapping[str, str] = {
     "context parallelism has one implementation, which gathers keys and values around attention": """
@@ -183,7 +183,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
 DROPPED: Mapping[str, str] = {
     name: reason for reason, names in _DROPPED_BY_REASON.items() for name in names.split()
 }
-"""Field that is refused because it would have no effect -> the reason."""
+"""Field of TransformerConfig that is refused because it would have no effect -> the reason."""
 
 OPTIMIZER_KEYS: Mapping[str, str] = {
     "optimizer": "name",
@@ -295,7 +295,7 @@ _STATE_DTYPES = frozenset({"main_grads_dtype", "main_params_dtype", "exp_avg_dty
 """Fields that Megatron refuses without `_PRECISION_AWARE`, on any machine."""
 
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
-"""Names of Megatron's AttnBackend."""
+"""Names of the members of Megatron's enumeration AttnBackend."""
 
 
 def _is_installed(module: str) -> bool:
@@ -324,8 +324,8 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
     return unmet
 
 
-def _triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
-    """Return the settings that Megatron can validate here; at the start of a run, all of them."""
+def _select_triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
+    """Return the settings that Megatron can validate on this machine; at the start of a run, all of them."""
     if training:
         return dict(values)
     unmet = unmet_needs(values)
@@ -619,7 +619,7 @@ class TrialRole:
     model: Path
     """The config.json of the role's model."""
     layout: ParallelLayout
-    """The role's layout."""
+    """Parallel layout of the role."""
     scalar_head: bool
     """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
@@ -643,7 +643,7 @@ class TrialRole:
         optimizer = None
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
-            optimizer["megatron"] = _triable(self.optimizer.megatron, training)
+            optimizer["megatron"] = _select_triable(self.optimizer.megatron, training)
 
         return {
             "role": self.role,
@@ -653,9 +653,9 @@ class TrialRole:
             "recompute": self.recompute,
             "fused": self.fused,
             "dtype": dtype,
-            "overrides": _triable(self.settings, training),
+            "overrides": _select_triable(self.settings, training),
             "optimizer": optimizer,
-            "ddp": _triable(self.ddp, training),
+            "ddp": _select_triable(self.ddp, training),
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
@@ -695,10 +695,10 @@ class TrialRole:
 
 
 class Trial:
-    """Process in which Megatron builds the configurations of all roles, started by the constructor.
+    """Separate process in which Megatron builds, and so validates, the configurations of all roles.
 
-    ``paths`` are the keys of all settings; without any, no process is started. ``patience`` is a time limit
-    in seconds from the start of the process.
+    The constructor starts it. ``paths`` are the keys of all settings; without any, no process is started.
+    ``patience`` is a time limit in seconds from the start of the process.
     """
 
     def __init__(self, paths: list[str], patience: float) -> None:
@@ -737,7 +737,7 @@ class Trial:
         if not self._paths:
             return [], []
         if self._process is None:
-            return [], [self._not_tried(f"{self._missing_package} is not installed here")]
+            return [], [self._not_tried_warning(f"{self._missing_package} is not installed here")]
 
         # The other rules have used a part of the time.
         request = json.dumps([role.request(dtype, training) for role in roles])
@@ -747,16 +747,16 @@ class Trial:
             answer, stderr = self._process.communicate(request, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
-            return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
+            return [], [self._not_tried_warning(f"Megatron did not answer within {self._patience:g} seconds")]
 
         # A failed process is only a warning, since `train` builds the same configurations.
         if self._process.returncode != 0:
             _, _, last_line = stderr.strip().rpartition("\n")
-            return [], [self._not_tried(last_line or "the process died")]
+            return [], [self._not_tried_warning(last_line or "the process died")]
         try:
             refusals = json.loads(answer)
         except ValueError:  # the output is not JSON, such as the message of an imported package
-            return [], [self._not_tried(f"malformed answer: {answer[:80]!r}")]
+            return [], [self._not_tried_warning(f"malformed answer: {answer[:80]!r}")]
 
         errors: list[UserError] = []
         for role in roles:
@@ -764,13 +764,13 @@ class Trial:
         return errors, []
 
     def stop(self) -> None:
-        """End the process, if it still runs."""
+        """End the process if it still runs, without waiting for a result."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
 
-    def _not_tried(self, reason: str) -> UserError:
-        """Return the warning about a trial without result."""
+    def _not_tried_warning(self, reason: str) -> UserError:
+        """Return the warning about settings that Megatron has not validated, for this reason."""
         return UserError(
             f"the values of {', '.join(self._paths)} were not tried",
             where=self._paths[0],

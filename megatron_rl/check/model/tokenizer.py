@@ -24,8 +24,7 @@ from megatron_rl.config.sections.rollout import (
 )
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
-from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import read_json_object
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -70,14 +69,14 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         try:
             _load(path)
         except Exception as error:  # `tokenizers` raises bare Exceptions (seen in 0.23)
-            files.errors.append(_unreadable(path / "tokenizer.json", error))
+            files.errors.append(_unreadable_error(path / "tokenizer.json", error))
             return
 
     vocab_file = _read_or_report(path / "vocab.json", files)
     try:
         ids, special = _token_ids(tokenizer or {}, vocab_file, settings)
     except _MALFORMED_VOCABULARY as error:
-        files.errors.append(_unreadable(path / "tokenizer.json", error))
+        files.errors.append(_unreadable_error(path / "tokenizer.json", error))
         return
 
     # Every token id in the model's input needs a row of the embedding.
@@ -206,18 +205,18 @@ def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
         # transformers would block on a pipe, or fail on a folder.
         if os.path.lexists(file):
             error = ValueError("a folder, a pipe, a device or a link to a missing file")
-            files.errors.append(_unreadable(file, error))
+            files.errors.append(_unreadable_error(file, error))
         return None
 
     try:
         return read_json_object(file)
     except (OSError, ValueError) as error:
-        files.errors.append(_unreadable(file, error))
+        files.errors.append(_unreadable_error(file, error))
         return None
 
 
-def _unreadable(file: Path, error: Exception) -> UserError:
-    """Return the error for a JSON file of the model that exists and cannot be read."""
+def _unreadable_error(file: Path, error: Exception) -> UserError:
+    """Return the error for a JSON file of the model that exists and cannot be read because of ``error``."""
     return unreadable_file(
         f"the model's {file.name}",
         file,
@@ -355,7 +354,7 @@ def _is_token_id(value: Any, vocabulary: int | None) -> bool:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Return whether a checkpoint directory comes with a chat template."""
+    """Return whether a checkpoint's folder contains a chat template."""
     return bool(chat_templates(path))
 
 
@@ -417,13 +416,13 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return id -> text for the added tokens of a `tokenizers.Tokenizer`."""
+    """Return the added tokens of a `tokenizers.Tokenizer`: id -> text."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
-    """Return id -> text for the tokens that a checkpoint's files list as ends of responses."""
+    """Return the tokens that a checkpoint's files list as ends of responses: id -> text."""
     token_ids: list[int] = []
     eos_text = special_token_texts(path).get("eos_token")
     if eos_text is not None:

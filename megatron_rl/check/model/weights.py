@@ -11,37 +11,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.check.files import Files
-from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, locate_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
-from megatron_rl.shapes.multimodal import tensor_locations
+from megatron_rl.shapes.multimodal import language_model_names
 from megatron_rl.shapes.pretrained import (
     INDEX,
     PretrainedModel,
     parse_json_object,
-    read_json_object,
+    read_index,
     separate_head_error,
     weight_files,
 )
 from megatron_rl.shapes.quantized import (
+    BYTES,
     FP8,
-    SCALE_DTYPES,
     Quantization,
     has_mxfp4_scales,
     is_activation_scale,
+    is_one_number,
     mxfp4_error,
+    nvfp4_error,
     scale_shape_error,
     scales_by_weight,
+    tensor_scales_by_weight,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_BYTES = "U8"
-"""dtype of blocks and scales in mxfp4."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Largest header in bytes; safetensors itself refuses longer ones."""
+"""Largest valid header of a file in bytes; safetensors itself refuses longer ones."""
 
 _LENGTH_BYTES = 8
 """Bytes at the start of a file that hold the length of its header, little-endian."""
@@ -53,7 +53,7 @@ _COMPARED_BYTES = 2**24
 """Chunk size in bytes for comparing two tensors, since two large embeddings may not fit in memory."""
 
 _MAX_SHOWN = 4
-"""Number of tensor names in an error's text."""
+"""Maximum number of tensor names that an error lists."""
 
 _CONVERT = (
     'python -c "import sys; from transformers import AutoModelForCausalLM as Model; '
@@ -62,12 +62,12 @@ _CONVERT = (
 """Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a header or index that is damaged or has an unexpected JSON structure."""
+"""Exceptions of reading a header that is damaged or has an unexpected JSON structure."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a tensor.
+    """Header entry of a tensor in a safetensors file: where its bytes are, and how to read them.
 
     Example: ``StoredTensor((8, 64), "BF16", Path("model.safetensors"), begin=2048, size=1024)``.
     """
@@ -177,25 +177,15 @@ def _count_findings(files: Files) -> tuple[int, int, int]:
 
 def _read_index(path: Path, files: Files) -> dict[str, str] | None:
     """Return tensor name -> file name from the checkpoint's index; report a broken index and return None."""
-    index = path / INDEX
     try:
-        weight_map = read_json_object(index)["weight_map"]
-
-        # A name with a folder could lead out of the checkpoint.
-        names_files = bool(weight_map) and all(Path(name).name == name for name in weight_map.values())
-        if not names_files:
-            raise ValueError("weight_map names no files of this directory")
-        return weight_map
-    except _MALFORMED_HEADER as error:
-        expected = 'a JSON object with "weight_map": tensor -> file name'
-        fix = "copy the file again from the checkpoint"
-        noun = "the model's list of weight files"
-        files.errors.append(unreadable_file(noun, index, error, expected=expected, fix=fix))
+        return read_index(path)
+    except UserError as error:
+        files.errors.append(error)
         return None
 
 
 def _report_no_weights(path: Path, key: str, files: Files) -> None:
-    """Report a checkpoint without any safetensors file."""
+    """Record the error of a checkpoint that has no safetensors file."""
     fix = "copy the weight files into the directory"
 
     # Pickled weights are not read: they could run code.
@@ -243,14 +233,10 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
-    if model.is_multimodal:
-        stored = _language_tensors(stored, model.shape.hidden)
-
-    if model.family.interleaved_experts:
-        errors = _block_errors(stored, model.quantization)
-        if errors:
-            return errors
-        stored = _split_by_expert(stored)
+    errors = _block_errors(stored, model.quantization)
+    if errors:
+        return errors
+    stored = _model_tensors(stored, model)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
@@ -290,14 +276,27 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
-def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a multimodal checkpoint's language model, named as in a text-only checkpoint."""
-    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
+def _model_tensors(stored: Mapping[str, StoredTensor], model: PretrainedModel) -> dict[str, StoredTensor]:
+    """Return the tensors of the model that a run reads from the stored ones.
+
+    They have the names of a text-only checkpoint with one tensor per expert. Tensors in mxfp4 are float32.
+    """
+    stored_names = {name: name for name in stored}
+    if model.is_multimodal:
+        stored_names = language_model_names(stored)
+    locations = locate_tensors(
+        stored_names,
+        lambda stored_name: stored[stored_name].shape,
+        model.family.fused_experts,
+        model.shape.hidden,
+    )
+
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
         # Values are compared only for the embedding and the output layer, which are stored in one piece.
         tensor = stored[location.name]
-        tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
+        dtype = "F32" if location.blocks else tensor.dtype
+        tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
     return tensors
 
 
@@ -307,25 +306,12 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
         if not name.endswith(BLOCKS):
             continue
         scales = stored.get(name.removesuffix(BLOCKS) + SCALES)
-        if quantization is None or {tensor.dtype, scales.dtype if scales else _BYTES} != {_BYTES}:
+        if quantization is None or {tensor.dtype, scales.dtype if scales else BYTES} != {BYTES}:
             return [_quantised_error(tensor.file.parent, [name], tensor.dtype)]
         scales_shape = scales.shape if scales else None
         if not has_mxfp4_scales(tensor.shape, scales_shape):
             return [mxfp4_error(str(tensor.file), name, tensor.shape, scales_shape)]
     return []
-
-
-def _split_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Split tensors with all experts of a layer into one tensor per expert.
-
-    Tensors in mxfp4 are float32 in the result, as a run reads them.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for stored_name, tensor in stored.items():
-        for name, location in expert_tensors(stored_name, tensor.shape).items():
-            dtype = "F32" if location.blocks else tensor.dtype
-            tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
-    return tensors
 
 
 def _read_scales(
@@ -334,10 +320,13 @@ def _read_scales(
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
-    An 8-bit weight with scales is float32 in the result, and its scales are left out.
+    A weight of 8 or 4 bits with scales is float32 in the result, and its scales are left out.
     """
     scales_of = scales_by_weight(stored)
-    scale_names = set(scales_of.values())
+    tensor_scales: dict[str, str] = {}
+    if quantization.has_tensor_scales:
+        tensor_scales = tensor_scales_by_weight(stored)
+    scale_names = {*scales_of.values(), *tensor_scales.values()}
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if name in scale_names or is_activation_scale(name):
@@ -347,16 +336,27 @@ def _read_scales(
         if scales is None:
             tensors[name] = tensor
             continue
-        if tensor.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+        if not quantization.has_dtypes(tensor.dtype, scales.dtype):
             # Scales of an unquantised weight are unexpected tensors.
             tensors[name] = tensor
             tensors[scales_of[name]] = scales
             continue
 
-        if quantization.block_of(tensor.shape, scales.shape) is None:
-            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, tensor.shape)
+        shape = tensor.shape
+        if quantization.has_tensor_scales:
+            # A byte contains two numbers.
+            shape = (*shape[:-1], 2 * shape[-1])
+            tensor_scale = stored.get(tensor_scales.get(name, ""))
+            scale_shape = None
+            if tensor_scale is not None:
+                scale_shape = tensor_scale.shape
+            if not is_one_number(scale_shape):
+                return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
+
+        if quantization.block_of(shape, scales.shape) is None:
+            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, shape)
             return tensors, [error]
-        tensors[name] = replace(tensor, dtype="F32")
+        tensors[name] = replace(tensor, shape=shape, dtype="F32")
     return tensors, []
 
 

@@ -1,4 +1,4 @@
-"""Algorithm: a named one, and replacements or settings of its pieces.
+"""Algorithm of a run: a named one, and replacements or settings of its pieces, such as the policy loss.
 
 The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), so that a
 configuration changes one of them and keeps the others. The settings of a piece are the fields of its class in
@@ -414,7 +414,7 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 
 
 def _former_settings() -> Iterator[tuple[str, str]]:
-    """Yield (former key, key now) for every entry of `_FORMER`."""
+    """Yield (former key, current key) for every entry of `_FORMER`."""
     for piece, names in _FORMER.items():
         for former, name in names.items():
             key = f"algorithm.{piece}"
@@ -425,4 +425,4 @@ def _former_settings() -> Iterator[tuple[str, str]]:
 
 
 FORMER_SETTINGS: Mapping[str, str] = dict(_former_settings())
-"""Former key, when an algorithm had one flat section of settings -> key now."""
+"""Key from when an algorithm had one flat section of settings -> current key."""

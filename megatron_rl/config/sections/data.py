@@ -28,7 +28,7 @@ class PromptTemplate(NamedTuple):
     """Additions of a data set to each prompt that is rendered with the chat template."""
 
     system_prompt: str | None = None
-    """Content of a system message before the prompt's messages; None for none."""
+    """Content of a system message before the prompt's messages; None for no such message."""
     kwargs: Mapping[str, Any] = {}
     """Arguments of the chat template by name."""
 
@@ -188,7 +188,7 @@ class DataConfig:
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return the additions to each prompt: none, since only sets have them."""
+        """Return the additions to each prompt: none, since only sources and evaluation sets have them."""
         return PromptTemplate()
 
     @property

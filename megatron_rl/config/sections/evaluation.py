@@ -110,7 +110,7 @@ class EvaluationSetConfig:
         return (*smaller, self.samples)
 
     def estimates(self) -> tuple[str, ...]:
-        """Return the metrics that have an interval."""
+        """Return the metrics of the set that have a 95 % interval, without the prefix ``eval/NAME/``."""
         names = ["accuracy"]
         for metric in ("pass", "majority"):
             names.extend(f"{metric}_at_{count}" for count in self.draws())

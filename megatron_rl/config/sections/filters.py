@@ -1,4 +1,4 @@
-"""Filters of responses, which are removed before any reward is computed for them."""
+"""Filters that remove responses before any reward is computed for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.config.sections.bounds import MAX_TOKENS, SHARE, TOKENS, WEIGHT
 from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
-"""Key of the user's filter."""
+"""Configuration key of the user's own filter function."""
 
 # Values of `on_filtered`.
 DROP = "drop"
@@ -82,7 +82,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a removed response, or None if it is dropped."""
+        """Return the reward of a response that a filter removes, or None if it is not trained on at all."""
         if self.on_filtered == DROP:
             return None
 

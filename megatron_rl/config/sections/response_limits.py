@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_rl.config.sections.bounds import MAX_TOKENS, TOKENS
 from megatron_rl.config.setting import setting
-from megatron_rl.error_forms import out_of_range
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, out_of_range
 
 AUTO = "auto"
 MORE = "more"

@@ -37,9 +37,15 @@ from megatron_rl.config.sections.response_limits import (
     smallest_limit,
     table_errors,
 )
+from megatron_rl.config.sections.schedules import (
+    LOWEST_TEMPERATURE,
+    changes_over_steps,
+    changes_over_tokens,
+    schedule_errors,
+    smallest_value,
+)
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.error_forms import out_of_range, requires
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, out_of_range, requires
 
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
@@ -182,10 +188,11 @@ class RolloutConfig:
         },
     )
     # Sampling. The defaults are the model's own distribution, which the policy gradient assumes.
-    temperature: float | dict[str, float] = setting(
+    temperature: float | dict[str, Any] = setting(
         1.0,
         "Temperature of sampling, and of the log-probs that are computed in training; or its course over "
-        "steps: `{start: 1.0, end: 0.6, steps: 200}`.",
+        "steps, `{start: 1.0, end: 0.6, steps: 200}`, or over the tokens of a turn: `{start: 1.0, end: 0.6, "
+        "over: 64}`.",
         more_than=0,
         at_most=100,
         per_task=True,
@@ -195,16 +202,28 @@ class RolloutConfig:
             "common": "sampling_temperature, temperature_schedule",
             "Megatron-LM": "grpo_default_temperature",
         },
-        conversion={"temperature_schedule": "ours is {start: 1.0, end: 0.6, steps: 200}"},
+        conversion={
+            "temperature_schedule": "ours is {start: 1.0, end: 0.6, steps: 200} over steps, or {start: 1.0, "
+            "end: 0.6, over: 64} over the tokens of a turn"
+        },
     )
-    top_p: float = setting(
+    top_p: float | dict[str, Any] = setting(
         1.0,
-        "Probability mass of the tokens that are sampled from.",
+        "Probability mass of the tokens that are sampled from; or its course over steps or tokens, as that "
+        "of `temperature`: `{start: 0.9, end: 0.95, over: 64}`.",
         more_than=0,
         at_most=1,
         per_task=True,
         advice="1.0 switches top-p off",
-        also_called={"slime": "rollout_top_p", "Megatron-LM": "grpo_default_top_p"},
+        also_called={
+            "slime": "rollout_top_p",
+            "Megatron-LM": "grpo_default_top_p",
+            "common": "top_p_schedule",
+        },
+        conversion={
+            "top_p_schedule": "ours is {start: 0.9, end: 0.95, over: 64} over the tokens of a turn, or "
+            "{start: 0.9, end: 0.95, steps: 200} over steps"
+        },
     )
     top_k: int = setting(
         0,
@@ -487,7 +506,7 @@ class RolloutConfig:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return the capabilities of the engine."""
+        """Return the capabilities of the rollout engine, which rules and the step read."""
         return engine_capabilities(self.engine)
 
     @property
@@ -504,92 +523,64 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Return whether any task is sampled with a filter, see `filters_tokens`."""
-        common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        """Return whether top-p, top-k or min-p truncates the distribution of any task."""
+        for _, settings in task_settings(self):
+            if filters_tokens(smallest_value(settings["top_p"]), settings["top_k"], settings["min_p"]):
+                return True
+        return False
 
-        # Tasks without a profile have the common values.
-        settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
-        return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
+    @property
+    def changes_over_tokens(self) -> bool:
+        """Return whether the temperature or top-p of any task changes over the tokens of a turn."""
+        return any(changes_over_tokens(value) for _, value in _schedules(self))
 
+    @property
+    def changes_over_steps(self) -> bool:
+        """Return whether the temperature or top-p of any task changes over steps."""
+        return any(changes_over_steps(value) for _, value in _schedules(self))
 
-@dataclass(frozen=True)
-class TemperatureSchedule:
-    """Temperature that changes linearly from ``start`` to ``end`` within ``steps`` steps.
-
-    Example:
-        >>> schedule = TemperatureSchedule(1.0, 0.6, 200)
-        >>> schedule.at(1), schedule.at(101), schedule.at(500)
-        (1.0, 0.8, 0.6)
-    """
-
-    start: float
-    """Temperature of the first step."""
-    end: float
-    """Temperature after ``steps`` steps."""
-    steps: int
-    """Number of steps over which the temperature changes, 0 for a constant one."""
-
-    def at(self, step: int) -> float:
-        """Return the temperature of ``step``, which counts from 1."""
-        completed = step - 1
-        if completed >= self.steps:
-            return self.end
-        return self.start + (self.end - self.start) * completed / self.steps
-
-
-def temperature_schedule(value: float | Mapping[str, float]) -> TemperatureSchedule:
-    """Return the schedule of a valid value of `rollout.temperature`."""
-    if isinstance(value, Mapping):
-        return TemperatureSchedule(value["start"], value["end"], int(value["steps"]))
-    return TemperatureSchedule(value, value, 0)
-
-
-def temperature_schedules(
-    rollout: RolloutConfig,
-) -> tuple[TemperatureSchedule, dict[str, TemperatureSchedule]]:
-    """Return the schedule of the rollout's temperature, and those of the tasks with a profile."""
-    default = temperature_schedule(rollout.temperature)
-    by_task = {}
-    for task, profile in rollout.sampling_profiles.items():
-        by_task[task] = temperature_schedule(profile.get("temperature", rollout.temperature))
-    return default, by_task
+    def task_setting(self, task: str, name: str) -> Any:
+        """Return a task's value of a sampling setting: that of its profile, else that of the rollout."""
+        return self.sampling_profiles.get(task, {}).get(name, getattr(self, name))
 
 
 def changes_temperature(rollout: RolloutConfig) -> bool:
     """Return whether the temperature of any task changes over steps."""
-    default, by_task = temperature_schedules(rollout)
-    return any(schedule.steps > 0 for schedule in (default, *by_task.values()))
+    return any(
+        path.endswith(".temperature") and changes_over_steps(value) for path, value in _schedules(rollout)
+    )
+
+
+def _schedules(rollout: RolloutConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the path and the value of each temperature and top-p that is a section, not a number."""
+    for name in ("temperature", "top_p"):
+        values = {f"rollout.{name}": getattr(rollout, name)}
+        for task, profile in rollout.sampling_profiles.items():
+            values[f"rollout.sampling_profiles.{task}.{name}"] = profile.get(name)
+        for path, value in values.items():
+            if isinstance(value, Mapping):
+                yield path, value
 
 
 def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
-    temperatures = {"rollout.temperature": rollout.temperature}
-    for task, profile in rollout.sampling_profiles.items():
-        if "temperature" in profile:
-            temperatures[f"rollout.sampling_profiles.{task}.temperature"] = profile["temperature"]
+    """Yield the errors of temperatures and top-p that are schedules, in the rollout and in each profile."""
+    for path, value in _schedules(rollout):
+        name = path.rpartition(".")[2]
+        # A positive temperature near 0 would be raised, so that it would not change linearly.
+        lowest = 0.0
+        if name == "temperature":
+            lowest = LOWEST_TEMPERATURE
+        yield from schedule_errors(path, value, profile_fields()[name], lowest)
 
-    for path, value in temperatures.items():
-        if not isinstance(value, Mapping):
-            continue
-        names = ("start", "end", "steps")
-        if set(value) != set(names):
+        if changes_over_tokens(value) and not rollout.capabilities.token_history:
+            choices = engines_with(token_history=True)
             yield UserError(
-                f"`{path}` is not a schedule of a temperature",
+                f"rollout.engine={rollout.engine} does not change `{name}` over the tokens of a turn",
                 where=path,
-                expected=f"a number, or a section of {', '.join(names)}",
-                got=f"a section of {', '.join(value) or 'nothing'}",
-                fix=f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}",
+                expected=f"{choices}, or a number or a schedule over steps",
+                got=f"a schedule over tokens with rollout.engine={rollout.engine}",
+                fix=f"set {choices}, or write steps instead of over",
             )
-            continue
-
-        for name in ("start", "end"):
-            error = profile_fields()["temperature"].error(f"{path}.{name}", value[name])
-            if error is not None:
-                yield error
-        steps = value["steps"]
-        if not 1 <= steps <= MAX_STEPS or steps != int(steps):
-            expected = f"an integer from 1 to {MAX_STEPS}"
-            yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
 
 
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
@@ -686,7 +677,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile with its own, by the path of the setting."""
     # A profile's stop texts replace the rollout's and do not add to them.
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
@@ -706,7 +697,7 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits and for temperatures; the types of all values are valid."""
+    """Yield the errors for rules on logits and for temperatures, all of which must have valid types."""
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
@@ -785,7 +776,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the tokens that rules on logits name, by their setting."""
+    """Return the texts of the tokens with a logit bias or a ban, by the path of their setting."""
     texts: dict[str, Sequence[str]] = {}
     for path, settings in task_settings(rollout):
         texts[f"{path}.banned_tokens"] = settings["banned_tokens"]

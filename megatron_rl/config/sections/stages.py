@@ -20,7 +20,7 @@ class StageConfig:
 
     VALUE_KEY: ClassVar[str] = "data"
 
-    # Name of a record; the subclass has a key `ROWs_per_step` or `PAIRs_per_step` with it.
+    # Name of a record, "row" or "pair": the subclass has the key `rows_per_step` or `pairs_per_step`.
     UNIT: ClassVar[str]
 
     # Settings that name the fields of responses; a record has a row for each.

@@ -26,6 +26,7 @@ ABSENT: Mapping[str, str] = {
     "no_rope_freq": "layers without rotary angles",
     "experimental_attention_variant": "another attention",
     "attention_output_gate": "a gate on attention's output",
+    "linear_attention_freq": "linear attention",
     "window_size": "local attention",
     "qk_l2_norm": "an L2 norm of queries and keys",
     "heterogeneous_layers_config_path": "layers that differ",
@@ -39,8 +40,18 @@ ABSENT: Mapping[str, str] = {
     "apply_residual_connection_post_layernorm": "residuals after the norm",
     "fp32_residual_connection": "residuals in float32",
 }
-"""Arguments of features that cannot be trained here: argument -> feature."""
-_NOT_COMPARED = ("max_position_embeddings", "vocab_size", "init_method_std")
+"""Megatron-LM's arguments of features that cannot be trained here -> name of the feature, for errors."""
+_SETTINGS_WITHOUT_ARGUMENT = (
+    "moe_router_dtype", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "num_moe_experts", "num_query_groups",
+    "original_max_position_embeddings", "beta_fast", "beta_slow",
+)  # fmt: skip
+"""Settings of a model that its arguments need not have.
+
+They concern training, or are arguments of another name. Latent attention has no groups. Megatron-LM has no
+arguments for the last three, of YaRN, and takes the values of DeepSeek's checkpoints.
+"""
+_ARGUMENTS_WITHOUT_EFFECT = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
 """Characters of a value that an error shows."""
@@ -52,15 +63,9 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     config = model.config
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    refusal = _inexpressible(model, activation, rope)
-    if refusal is not None:
-        raise UserError(
-            f"Megatron-LM has no arguments for a model of the family {model.family.title}",
-            where="--format megatron",
-            expected="a decoder that pretrain_gpt.py builds",
-            got=refusal,
-            fix="export it as a Hugging Face model: --format hf",
-        )
+    feature = _unsupported_feature(model, activation, rope)
+    if feature is not None:
+        raise _no_arguments_error(model, feature)
 
     # Without grouped queries Megatron-LM's default number of groups is 1.
     is_grouped = not shape.mla and shape.kv_heads != shape.heads
@@ -75,7 +80,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "group_query_attention": is_grouped,
         "num_query_groups": query_groups,
-        "kv_channels": shape.value_dim,
+        "kv_channels": shape.v_head_dim or shape.head_dim,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
         "untie_embeddings_and_output_weights": not shape.tied,
@@ -110,7 +115,42 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         arguments["rope_scaling_factor"] = rope["factor"]
     if shape.experts:
         arguments |= _expert_arguments(model)
+
+    # Whatever else the model sets in Megatron, its arguments would leave out.
+    feature = _unargued_feature(model, arguments)
+    if feature is not None:
+        raise _no_arguments_error(model, feature)
     return arguments
+
+
+def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
+    """Return the error of a model with a feature for which Megatron-LM has no argument."""
+    return UserError(
+        f"Megatron-LM has no arguments for a model of the family {model.family.title}",
+        where="--format megatron",
+        expected="a decoder that pretrain_gpt.py builds",
+        got=feature,
+        fix="export it as a Hugging Face model: --format hf",
+    )
+
+
+def _unargued_feature(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
+    """Return a feature that the family or the blocks set in Megatron and no argument has, or None."""
+    shape = model.shape
+    settings: dict[str, Any] = {}
+    for block in (*shape.mixers, *shape.feed_forwards):
+        settings |= block.settings(shape)
+    settings |= model.family.megatron(model.config)
+
+    for name, value in settings.items():
+        argument = arguments.get(name)
+        # A setting that is off needs no argument.
+        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or not (argument or value):
+            continue
+        return ABSENT.get(name, f"{name} = {value}")
+    if model.family.features:
+        return model.family.features[0].replace("_", " ")
+    return None
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
@@ -142,14 +182,14 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
+def _unsupported_feature(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
-    if shape.blocks:
-        return "layers of other blocks than attention and MLPs"
     if shape.post_norms:
         return "norms after attention and MLP"
+    if shape.blocks:
+        return "layers of other blocks than attention and MLPs"
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:
@@ -181,11 +221,12 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     get = arguments.get
 
     # Report all unsupported arguments together.
-    errors = list(_refusals(arguments, setting))
+    errors = list(_argument_errors(arguments, setting))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
         fix = "name the model's tokenizer in model.hf_path"
-        errors.append(_refusal(setting, "vocab_size", None, "a number, or a tokenizer that has one", fix))
+        expected = "a number, or a tokenizer that has one"
+        errors.append(_argument_error(setting, "vocab_size", None, expected, fix))
     if errors:
         raise UserErrors(errors)
 
@@ -268,11 +309,12 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
     return size
 
 
-def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
+def _argument_errors(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
     """Yield an error for each argument of a feature that cannot be trained here, and for absent sizes."""
     for name, meaning in ABSENT.items():
         if arguments.get(name):
-            yield _refusal(setting, name, arguments[name], f"not set: {meaning} cannot be trained here")
+            unset = f"not set: {meaning} cannot be trained here"
+            yield _argument_error(setting, name, arguments[name], unset)
 
     # All families for which a config.json is derived have these values.
     for name, expected in (
@@ -281,17 +323,17 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
         ("swiglu", True),
     ):
         if arguments.get(name) != expected:
-            yield _refusal(setting, name, arguments.get(name), repr(expected))
+            yield _argument_error(setting, name, arguments.get(name), repr(expected))
 
     if arguments.get("multi_latent_attention"):
         expected = "a config.json: it cannot be derived for latent attention"
         fix = "name a folder with the model's own config.json in model.hf_path"
-        yield _refusal(setting, "multi_latent_attention", True, expected, fix)
+        yield _argument_error(setting, "multi_latent_attention", True, expected, fix)
 
     # Sizes that config.json must have.
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         if not isinstance(arguments.get(name), int):
-            yield _refusal(setting, name, arguments.get(name), "a number")
+            yield _argument_error(setting, name, arguments.get(name), "a number")
 
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
@@ -330,21 +372,21 @@ def contradictions(
     for name, meaning in ABSENT.items():
         if arguments.get(name):
             unset = f"not set: {meaning} is not in {config_path}"
-            errors.append(_refusal(setting, name, arguments[name], unset))
+            errors.append(_argument_error(setting, name, arguments[name], unset))
 
     # Arguments that the checkpoint lacks contradict nothing.
-    checkpoint_values = _effective(arguments)
-    for name, value in _effective(expected).items():
-        if name in checkpoint_values and not _same(checkpoint_values[name], value):
+    checkpoint_values = _effective_arguments(arguments)
+    for name, value in _effective_arguments(expected).items():
+        if name in checkpoint_values and not _are_equal(checkpoint_values[name], value):
             expected_value = f"{value!r}, by {config_path}"
             fix = "correct it, or name the folder that belongs to this checkpoint"
-            errors.append(_refusal(setting, name, checkpoint_values[name], expected_value, fix))
+            errors.append(_argument_error(setting, name, checkpoint_values[name], expected_value, fix))
     return errors
 
 
-def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _effective_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have an effect, normalised so that equal models have equal values."""
-    values = {name: value for name, value in arguments.items() if name not in _NOT_COMPARED}
+    values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_WITHOUT_EFFECT}
 
     # Without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
@@ -376,7 +418,7 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _are_equal(value: Any, expected: Any) -> bool:
     """Return whether two arguments are equal, numbers up to rounding; False, None and 0 are equal."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
@@ -388,14 +430,17 @@ def _same(value: Any, expected: Any) -> bool:
     return value == expected
 
 
-def _refusal(
+def _argument_error(
     setting: str,
     name: str,
     value: Any,
     expected: str,
     fix: str | None = None,
 ) -> UserError:
-    """Return the error for an argument; ``expected`` describes the values that can be used."""
+    """Return the error for an argument of the checkpoint that has an unsupported ``value``.
+
+    ``expected`` describes the values that can be used, and ``setting`` is the key that names the checkpoint.
+    """
     got = "not set"
     if value is not None:
         got = repr(value)[:_LONGEST_VALUE]

@@ -1,4 +1,4 @@
-"""A checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
+"""Description of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
 Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values in place
 of all functions and classes (`pickles`), so that no checkpoint can run code, and without torch, so that
@@ -32,7 +32,7 @@ from megatron_rl.interop.megatron_lm.pickles import (
     read_common,
     read_tensors,
 )
-from megatron_rl.shapes.layer_weights import Weight, outer_weights
+from megatron_rl.shapes.layer_weights import Weight, is_buffer, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
@@ -46,6 +46,7 @@ _CONVERT = (
     "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
+"""Fix in the error for a checkpoint in the legacy format, which ``folder`` contains."""
 _LISTED = 6
 """Largest number of names, or errors, that are listed."""
 
@@ -90,11 +91,11 @@ class MegatronCheckpoint:
     def state(self, name: str) -> MegatronCheckpoint:
         """Return the checkpoint with an optimizer state, such as ``exp_avg``, in place of the weights.
 
-        The router's load-balancing biases are retained, since no optimizer updates them.
+        Buffers are retained, such as the router's load-balancing biases, since no optimizer updates them.
         """
         tensors: dict[str, StoredTensor] = {}
         for key, tensor in self.tensors.items():
-            if key.endswith("expert_bias"):
+            if is_buffer(key):
                 tensors[key] = tensor
         return replace(self, tensors=tensors | dict(self.states[name]))
 
@@ -171,7 +172,7 @@ class MegatronCheckpoint:
         return arrangements
 
     def _buffer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the errors of optimizer buffers that do not belong to a model."""
+        """Return the errors of optimizer buffers that are damaged, or do not belong to a model."""
         # Describe each bucket as a tensor, so that `file_errors` verifies the buffers like weights.
         flat_tensors: dict[str, StoredTensor] = {}
         for state, buckets in self.buffers.items():
@@ -192,6 +193,7 @@ class MegatronCheckpoint:
         return errors
 
     def _bucket_sizes(self, state: str) -> dict[Bucket, tuple[int, ...]]:
+        """Return the shape of each stored bucket of an optimizer state."""
         return {bucket: tensor.shape for bucket, tensor in self.buffers[state].items()}
 
     def parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
@@ -213,7 +215,7 @@ class MegatronCheckpoint:
             # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
             is_padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             if not _fits(stored, location.index, expected, is_padded):
-                errors.append(self._other_shape(name, expected, location, stored, is_padded))
+                errors.append(self._shape_error(name, expected, location, stored, is_padded))
 
         # A stacked tensor must not have more layers or experts than the model.
         used_keys = {location.key for location in locations.values()}
@@ -221,12 +223,12 @@ class MegatronCheckpoint:
         for (key, depth), count in entry_counts.items():
             stored_count = math.prod(self.tensors[key].shape[:depth])
             if count < stored_count:
-                errors.append(self._other_count(key, count, stored_count))
+                errors.append(self._count_error(key, count, stored_count))
 
         # Report missing and unexpected tensors first: they explain the other errors.
         unexpected = sorted(set(self.tensors) - used_keys)
         if absent_names or unexpected:
-            errors.insert(0, self._other_tensors(absent_names, unexpected))
+            errors.insert(0, self._tensors_error(absent_names, unexpected))
         return locations, errors[:_LISTED]
 
     def file_errors(self) -> Iterator[UserError]:
@@ -270,7 +272,7 @@ class MegatronCheckpoint:
                 fix="use another iteration: the save of this one did not finish",
             )
 
-    def _other_shape(
+    def _shape_error(
         self,
         name: str,
         expected: tuple[int, ...],
@@ -294,7 +296,7 @@ class MegatronCheckpoint:
             fix="name the configuration and the tokenizer that belong to this checkpoint",
         )
 
-    def _other_count(
+    def _count_error(
         self,
         key: str,
         model_count: int,
@@ -309,7 +311,7 @@ class MegatronCheckpoint:
             fix="name the configuration that belongs to this checkpoint",
         )
 
-    def _other_tensors(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
+    def _tensors_error(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
         """Return the error for missing tensors, and for tensors that are not the model's."""
         expected = "no others"
         if absent_names:

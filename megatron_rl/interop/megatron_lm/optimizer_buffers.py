@@ -1,11 +1,10 @@
-"""The offset of each parameter in the flat buffers of Megatron's distributed optimizer (dp_reshardable).
+"""Offset of each parameter in the flat buffers of Megatron's distributed optimizer (dp_reshardable).
 
 In this format buffers are saved as they are in memory, so their arrangement is computed here in the same way
 as in Megatron. A rank has a buffer for each of its model chunks, and another one for the chunk's experts if
 these are reduced over another data-parallel group. A buffer contains the parameters in reverse order of the
-modules.
-Sources: `ParamAndGradBuffer`, `DistributedDataParallel`, `get_megatron_optimizer`
-and `DistributedOptimizer.sharded_param_state_dp_reshardable`.
+modules, and is divided into buckets. Sources: `ParamAndGradBuffer`, `DistributedDataParallel`,
+`get_megatron_optimizer` and `DistributedOptimizer.sharded_param_state_dp_reshardable`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ _ATTENTION = (
     "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
     "linear_kv_up_proj", "linear_qkv", "q_layernorm", "k_layernorm", "kv_layernorm",
 )  # fmt: skip
+"""The modules with parameters of attention, in the order in which Megatron constructs them."""
 _MODULES = (
     "input_layernorm",
     *(f"self_attention.{name}" for name in _ATTENTION),
@@ -85,7 +85,7 @@ class FlatParameter:
 
 
 class _LocalParameter(NamedTuple):
-    """A rank's shard of a parameter, without a location."""
+    """A rank's shard of a parameter, before its location in the buffers is computed."""
 
     name: str
     """Megatron's name, as in `FlatParameter`."""
@@ -178,7 +178,7 @@ def flat_parameters(
         # Megatron makes no buffer for a chunk without parameters.
         for buffer, parameters in enumerate(filter(None, buffers)):
             first_bucket = Bucket(optimizer, group, buffer, 0)
-            for parameter, bucket, start in _with_offsets(parameters, first_bucket, sizes):
+            for parameter, bucket, start in _locate_parameters(parameters, first_bucket, sizes):
                 expected_buckets.add(bucket)
                 if not parameter.replica:
                     flat.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
@@ -257,9 +257,8 @@ def _chunk(
     for layer in layers:
         parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            # The router's expert biases are buffers of the module, not parameters.
-            is_buffer = weight.name.endswith("expert_bias")
-            if weight.expert in expert_flags and not is_buffer:
+            # Buffers of modules, such as the router's expert biases, have no gradients.
+            if weight.expert in expert_flags and not weight.is_buffer:
                 parameters += _layer_parameters(model, layer, weight, shard)
         parameters.sort(key=lambda item: item[0])
         decoder += [parameter for _, parameter in parameters]
@@ -346,12 +345,16 @@ def _position(names: Sequence[str], name: str) -> int:
     return names.index(name)
 
 
-def _with_offsets(
+def _locate_parameters(
     parameters: Sequence[_LocalParameter],
     begin: Bucket,
     sizes: Mapping[Bucket, int],
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
-    """Yield each parameter of a buffer with its bucket and first element; ``begin`` is the first bucket."""
+    """Yield each parameter of a buffer with its bucket, and its first element in the bucket.
+
+    ``begin`` is the buffer's first bucket, and ``sizes`` are the elements of all buckets. Raises UserError if
+    the parameters do not fill the buckets exactly.
+    """
     bucket = begin
     end = 0
 
@@ -385,6 +388,7 @@ def _with_offsets(
 
 
 def _next_bucket(bucket: Bucket) -> Bucket:
+    """Return the name of the following bucket in the same buffer."""
     return bucket._replace(number=bucket.number + 1)
 
 

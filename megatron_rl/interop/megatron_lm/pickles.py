@@ -1,4 +1,4 @@
-"""The pickles of a Megatron checkpoint, read without running them: arguments, tensors, optimizer states.
+"""Reader of a Megatron checkpoint's pickles that does not run them: arguments, tensors, optimizer states.
 
 The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
 and boxes of every tensor, and another pickle contains the values that are common to all ranks.
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.error_forms import missing_file, unreadable_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, missing_file, unreadable_file
 
 COMMON = "common.pt"
 """File of the values that are common to all ranks."""
@@ -33,6 +32,7 @@ _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 """Name of an optimizer state in the shape of a model's tensor; groups: state, tensor."""
 _GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
+"""Start of the name of a buffer of the distributed optimizer; groups: part, group (see `Bucket`)."""
 _FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
 """Name of an optimizer state of a bucket; groups: part, group, buffer, bucket, state."""
 _SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
@@ -42,7 +42,9 @@ MASTERS = ("param", "fp32_param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments."""
 _PLAIN_TYPES = (bool, int, float, str)
+"""Types of the items of a list that `_plain_values` returns."""
 _ADAM_STATES = (*MOMENTS, *MASTERS)
+"""Names of the optimizer states that are read."""
 _SCALAR_FORMATS = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}
 """Type of a storage -> format of an element in the struct module; both have 4 bytes."""
 
@@ -118,7 +120,7 @@ class Common(NamedTuple):
     """Values that a checkpoint stores once for all ranks, as in common.pt."""
 
     names: tuple[str, ...]
-    """All keys."""
+    """Names of all stored values."""
     arguments: dict[str, Any] | None
     """Plain values among Megatron-LM's arguments, or None if the checkpoint has no arguments."""
     iteration: int | None
@@ -133,7 +135,7 @@ class Common(NamedTuple):
 
 
 class State:
-    """Attributes that a pickle sets on a value."""
+    """Container of the attributes that a pickle sets on an `Inert` object."""
 
 
 class Inert:
@@ -233,14 +235,14 @@ def read_common(folder: Path) -> Common:
             file = _read_value(folder, _directory(folder)["storage_data"], re.compile(_COMMON_VALUE))
 
         with zipfile.ZipFile(file) as archive:
-            content, prefix = _content(archive)
+            content, prefix = _load_content(archive)
             optimizer = content.get("optimizer")
             steps = _steps(optimizer, archive, prefix)
 
         args = content.get("args")
         arguments = None
         if isinstance(args, Inert):
-            arguments = dict(_plain(vars(args.state)))
+            arguments = dict(_plain_values(vars(args.state)))
 
         iteration = content.get("iteration")
         if iteration is not None:
@@ -256,11 +258,11 @@ def read_common(folder: Path) -> Common:
             sharding=next(map(str, shardings), None),
         )
     except Exception as error:  # a damaged pickle can raise anything
-        raise _damaged(path, error) from error
+        raise _damaged_file_error(path, error) from error
 
 
 def _directory(folder: Path) -> dict[str, Any]:
-    """Return the attributes of the directory of tensors."""
+    """Return the attributes of the directory of tensors, torch's ``Metadata``, by name."""
     return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
 
 
@@ -284,8 +286,8 @@ def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str])
     raise FileNotFoundError(folder / COMMON)
 
 
-def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
-    """Return the values in a file that torch.save wrote, and the prefix of the file's entries."""
+def _load_content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
+    """Return the dictionary in a file that torch.save wrote, and the prefix of the archive's entry names."""
     (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
     content = read_pickle(archive.read(name))
     # Megatron-Core 0.19 stores a list of one value.
@@ -297,9 +299,12 @@ def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
 
 
 def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
-    """Return the number of steps in an optimizer's settings, or None without exactly one number."""
+    """Return the number of steps in an optimizer's settings, or None if it is absent or not unique.
+
+    ``archive`` is the file with the settings, and ``prefix`` that of its entry names.
+    """
     values = [*_values_under(settings, "step"), *_values_under(settings, "common_step")]
-    steps = {_count(value, archive, prefix) for value in values}
+    steps = {_to_integer(value, archive, prefix) for value in values}
     steps.discard(None)
     if len(steps) != 1:
         return None
@@ -320,7 +325,7 @@ def _values_under(value: Any, name: str) -> Iterator[Any]:
         yield from _values_under(child, name)
 
 
-def _count(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
+def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     """Return a number or the element of a scalar tensor as an integer, or None for other values.
 
     torch's Adam stores its number of steps in a tensor.
@@ -346,11 +351,11 @@ def read_tensors(folder: Path) -> Stored:
     try:
         return _tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
-        raise _damaged(folder / DIRECTORY, error) from error
+        raise _damaged_file_error(folder / DIRECTORY, error) from error
 
 
 def _tensors(folder: Path) -> Stored:
-    """Return the tensors of the directory, sorted into the model's and the optimizer's."""
+    """Return the tensors that the directory lists, divided into the model's and the optimizer's."""
     directory = _directory(folder)
 
     # File and offset of each box, by tensor and first index.
@@ -392,7 +397,7 @@ def _tensors(folder: Path) -> Stored:
     steps = None
     if buffers:
         with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS)) as archive:
-            content, prefix = _content(archive)
+            content, prefix = _load_content(archive)
             steps = _steps(content, archive, prefix)
     return Stored(tensors, states, buffers, steps)
 
@@ -429,8 +434,11 @@ def _stored_tensor(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...],
     return StoredTensor(tuple(entry["size"]), dtype_name, tuple(chunks))
 
 
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that JSON can represent, and the names of classes; others do not describe a model."""
+def _plain_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments whose values JSON can represent, with classes replaced by their names.
+
+    Arguments with other values, such as functions, are skipped: none of them describes the model.
+    """
     for name, value in values.items():
         if isinstance(value, type) and issubclass(value, Inert):
             yield name, value.name
@@ -440,7 +448,7 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, list(value)
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _damaged_file_error(path: Path, error: Exception) -> UserError:
     """Return the error for a file that does not exist or cannot be unpickled."""
     expected = "what Megatron-LM writes with --ckpt-format torch_dist"
     fix = "copy the whole folder again, or name another iteration"

@@ -60,7 +60,7 @@ def _layers_by_kind(
 
 
 def _builder(kind: Mixer | FeedForward) -> BlockBuilder[Any]:
-    """Return the builder of a block; raise UserError for a block that can only be planned."""
+    """Return the builder of a mixer or feed-forward; raise UserError for one that can only be planned."""
     if kind.name not in BUILDERS:
         raise UserError(
             f"the block {kind.name!r} has no Megatron module",

@@ -18,14 +18,14 @@ Kind = TypeVar("Kind", bound=Mixer | FeedForward)
 
 
 class LayerOptions(NamedTuple):
-    """Options of the layers of one pipeline stage."""
+    """Properties of a model's layers, the same for all layers of a pipeline stage, that builders read."""
 
     config: TransformerConfig
     """Megatron's configuration of the model."""
     tensor_group: Any
     """Tensor-parallel process group."""
     fused: bool
-    """The layers are Transformer Engine's."""
+    """Whether the layers are Transformer Engine's."""
 
 
 class BlockBuilder(Generic[Kind]):

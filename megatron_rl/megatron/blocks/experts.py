@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ExpertsBuilder(BlockBuilder[Experts]):
-    """Builder of mixtures of experts."""
+    """Builder of mixtures of experts, from Megatron's own MoE layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Replace functions of the router and the dispatcher that fail on this platform."""
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make experts add their biases, if they have any."""
+        """Make the built experts add their biases, if the model has any; Megatron would leave them out."""
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
 

@@ -15,10 +15,10 @@ from megatron_rl.shapes.blocks.gated_delta_net import GatedDeltaNet
 
 
 class GatedDeltaNetBuilder(BlockBuilder[GatedDeltaNet]):
-    """Builder of gated delta nets."""
+    """Builder of gated delta nets, which replace attention in Megatron's layers."""
 
     def layer_spec(self, layer: Any, kind: GatedDeltaNet, options: LayerOptions) -> Any:
-        """Return a new spec with a delta net instead of attention."""
+        """Return a new layer spec with a gated delta net instead of attention."""
         in_proj: Any = ColumnParallelLinear
         out_proj: Any = RowParallelLinear
         if options.fused:

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
-    """Builder of latent attention."""
+    """Builder of latent attention, from Megatron's MLA layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
-        """Support installations without Transformer Engine."""
+        """Make Megatron's latent attention usable in installations without Transformer Engine."""
         allow_without_transformer_engine()
 
     def layer_spec(self, layer: Any, kind: LatentAttention, options: LayerOptions) -> Any:
-        """Return the layer with attention that takes the norms of its spec in any version of Megatron."""
+        """Return the layer's spec with an attention that accepts its norms in any version of Megatron."""
         fit_latent_spec(layer, options.tensor_group)
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Adapt projections and rotary angles to packed rows."""
+        """Replace the projections and rotary angles of built layers by ones for packed rows."""
         prepare_latent_attention(layers, spec.inverse_frequencies)
 
 

@@ -7,7 +7,7 @@ from megatron_rl.shapes.blocks.mlp import Mlp
 
 
 class MlpBuilder(BlockBuilder[Mlp]):
-    """Builder of MLPs: Megatron's settings express all of them."""
+    """Builder of dense MLPs: always Megatron's own, whose settings cover every MLP of this package."""
 
 
 BUILDER = MlpBuilder()

@@ -25,7 +25,7 @@ class Lengths:
     """
 
     mean: float
-    """Mean length, tokens."""
+    """Mean length of the sequences, in tokens."""
     longest: float
     """Limit of a response, tokens."""
     scale: float | None
@@ -41,7 +41,7 @@ class Lengths:
         return exp(-length / self.scale)
 
     def mean_square(self) -> float:
-        """Return the mean of the squared length."""
+        """Return the mean of the squared response length, in tokens squared."""
         if self.scale is None:
             return self.longest**2
         # Second moment of the exponential distribution with its tail at the limit.
@@ -51,10 +51,10 @@ class Lengths:
 
 @lru_cache(maxsize=256)
 def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
-    """Return the distribution of response lengths with a given mean; ``kind`` is "fixed" or "variable".
+    """Return the distribution of response lengths with mean ``mean`` and maximum ``limit``, in tokens.
 
-    Variable lengths are exponential, truncated at ``limit``. Their scale is the solution of
-    scale (1 - e^(-limit / scale)) = mean.
+    ``kind``: "fixed" for equal lengths, or "variable" for lengths from an exponential distribution that is
+    truncated at ``limit``. Its scale is the solution of scale (1 - e^(-limit / scale)) = mean.
     """
     if kind == "fixed":
         length = min(mean, limit)
@@ -106,7 +106,8 @@ class StepBatch:
     epochs: int = 1
     """Number of passes over the rows of a step."""
     oversample: float | None = None
-    """Extra rows in flight in the open order, as a fraction of a step's rows; None for the closed order."""
+    """Extra rows in flight in the open order, in which rows are trained on as they finish, as a fraction of a
+    step's rows. None for the closed order, in which a step ends its sampling before it trains."""
 
     @property
     def rows(self) -> int:
@@ -125,5 +126,5 @@ class StepBatch:
 
     @cached_property
     def context(self) -> float:
-        """Return the mean number of keys that a token attends to."""
+        """Return the mean number of keys that a token of the step attends to."""
         return attended_context(self.prompt, self.lengths)

@@ -18,8 +18,7 @@ from typing import Any
 from megatron_rl.config.load import load
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.error_forms import missing_file
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors, missing_file
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants
@@ -57,7 +56,7 @@ def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
 
 
 def _require_file(path: Path, option: str) -> Path:
-    """Return a path in a run folder; raise UserError if there is no such file."""
+    """Return ``path``, a file in a run folder; raise UserError about ``option`` if it does not exist."""
     if path.is_file():
         return path
     raise missing_file(path, where=option, expected=str(path), fix="give a run folder")
@@ -88,7 +87,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
 
 
 def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Return the mean lengths of a run's steps, which all have the same number of rows."""
+    """Return the mean lengths of prompts and responses in a run, whose steps have equally many rows."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_of(name: str) -> float | None:
@@ -108,7 +107,7 @@ def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
 
 
 def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase, and of the remainder of a step as ``rest``."""
+    """Return the median seconds of each phase over steps, and of the rest of a step as ``rest``."""
     # Not every step has every phase.
     values: dict[str, list[float]] = defaultdict(list)
     remainders: list[float] = []
@@ -126,7 +125,7 @@ def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _with_efficiency(constants: Constants, **values: float) -> Constants:
-    """Return the constants with these efficiencies replaced."""
+    """Return a copy of the constants in which the named efficiencies have new values."""
     efficiency = vars(constants.efficiency) | values
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
@@ -185,7 +184,7 @@ def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, 
 
 
 def _load_run_shape(path: str, run_dir: str) -> ModelShape:
-    """Return the shape of a run's model; raise UserError if its path does not exist."""
+    """Return the shape of the model of a run; raise UserError if the model's path does not exist."""
     try:
         return load_shape(path)
     except UserError as error:
@@ -274,7 +273,10 @@ def calibrate(
 
 
 def _slowdown(phases: Mapping[str, tuple[float, float]], *names: str) -> float | None:
-    """Return measured over predicted seconds of some phases together, or None if no phase was measured."""
+    """Return the ratio of measured to predicted seconds of the named phases together.
+
+    ``phases``: name -> (predicted, measured) seconds. Returns None if none of the phases was measured.
+    """
     predicted_seconds = 0.0
     measured_seconds = 0.0
     for name in names:

@@ -22,7 +22,6 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch
-from megatron_rl.planning.predict.checked import ASSUMED_GPU
 from megatron_rl.planning.predict.learn import network_bytes
 from megatron_rl.planning.predict.placement import (
     ONE_STEP_OFF,
@@ -34,18 +33,26 @@ from megatron_rl.planning.predict.placement import (
     search_simple,
 )
 from megatron_rl.planning.predict.plan_file import Paths, planned_settings
-from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, run_batch, train_choice
+from megatron_rl.planning.predict.step import (
+    ASSUMED_GPU,
+    PHASES,
+    RunStats,
+    RunStep,
+    predict_run,
+    run_batch,
+    train_choice,
+)
 from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_text
 
 _OVERRIDE_WIDTH = 84
-"""Columns of a line of overrides."""
+"""Maximum number of columns of a line of overrides."""
 
 
 @dataclass(frozen=True)
 class ConfiguredPlan:
-    """Layout of a run with its predictions.
+    """Layout of a configured run with its predictions: the given one, or one that the search has found.
 
     Example: ``ConfiguredPlan("the given layout", (), report, step, network, ())``.
     """
@@ -223,12 +230,12 @@ def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport)
         is_derived = key in report.origins and report.origins[key].kind in ("default", "derived")
         if (key in config_values and config_values[key] == value) or (value is None and is_derived):
             continue
-        overrides.append(f"{key}={_text(value)}")
+        overrides.append(f"{key}={_override_text(value)}")
     return tuple(overrides)
 
 
-def _text(value: Any) -> str:
-    """Return a value in the format of overrides."""
+def _override_text(value: Any) -> str:
+    """Format a value as it is written in an override."""
     if value is None:
         return "null"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
@@ -241,7 +248,10 @@ def _configured_plan(
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Return the plan of a checked configuration: its predicted step, and its bytes across nodes by cause."""
+    """Predict a checked configuration: its step, and its bytes across nodes by cause.
+
+    ``name``, ``overrides``, ``reasons``: fields of the result.
+    """
     config = report.config
     layouts = report.layouts or {}
     assert report.shape is not None and report.sync is not None
@@ -283,7 +293,7 @@ def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
 
 
 def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
-    """Return the given layout and the best layouts of the search as text."""
+    """Format the given layout and the best layouts of the search as text."""
     baseline = plans.given
     config = baseline.report.config
     batch = run_batch(config, baseline.report.layouts or {}, RunStats())
@@ -317,7 +327,7 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
 
 
 def _plan_lines(plan: ConfiguredPlan) -> list[str]:
-    """Return the phases, the memory, the network and the roles of a layout as lines."""
+    """Format a layout's predicted phases, memory and network, and its roles, as lines."""
     seconds = "   ".join(f"{phase} {plan.step.seconds[phase]:.1f}" for phase in PHASES)
     peak = max(memory.peak for memory in plan.report.memory) / 2**30
     network = ", ".join(f"{cause} {byte_text(count)}" for cause, count in plan.network.items())
@@ -348,7 +358,7 @@ def _override_lines(overrides: Sequence[str]) -> list[str]:
 
 
 def configured_record(plan: ConfiguredPlan) -> dict[str, Any]:
-    """Return a layout with its predictions as plain JSON values: seconds and bytes."""
+    """Convert a layout with its predictions to plain values for JSON: seconds and bytes."""
     return {
         "name": plan.name,
         "overrides": list(plan.overrides),

@@ -98,7 +98,7 @@ class DecodeCost:
     """Number of pipeline stages, over which the sequences are divided."""
 
     def seconds(self, batch: float, context: float) -> float:
-        """Return seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
+        """Return the seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
         batch = batch / self.pipeline
         weights = self.dense_weights
         if self.expert_weights:
@@ -123,7 +123,7 @@ def experts_read(hits: float, spread: float) -> float:
 
 
 def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> DecodeCost:
-    """Return the coefficients of a decode step of a model on one replica."""
+    """Compute the coefficients of the cost of a decode step of a model on one replica."""
     constants = machine.constants
     gpu = machine.gpu
     tensor = rollout.tensor
@@ -196,7 +196,7 @@ def prefill_seconds(
     tokens: float,
     prompt: float,
 ) -> float:
-    """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
+    """Return the seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
     # A token of a prompt attends to half of the prompt on average.
     expert_flops = 2.0 * model.active_expert_parameters
     token_flops = model.layer_flops - expert_flops + model.attention_flops(prompt / 2)
@@ -212,21 +212,24 @@ def prefill_seconds(
 
 
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the bytes of weights on one rollout GPU."""
+    """Return the bytes of model weights on one GPU of a rollout replica."""
     parameters = rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
     return machine.weight_bytes * parameters
 
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
-    """Return the bytes of activations in a prefill of ``tokens`` tokens: 6h + 6f/t per token."""
+    """Return the bytes of activations in a prefill of ``tokens`` tokens on one GPU."""
     # Most layers of a mixture of experts have routed experts.
     feed_forward = max(model.feed_forwards, key=lambda kind: kind.routed)
     inner = feed_forward.inner_width(model)
+
+    # In bfloat16, 2 bytes each: three tensors of the hidden size (such as the residual stream and a norm),
+    # and three of the feed-forward's shard (gate, up and their product).
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens for which the cache of one replica has room.
+    """Return the number of tokens for whose keys and values the cache of one replica has room.
 
     It is negative if the weights do not fit. The cache has the precision of the weights, at most two bytes.
     """
@@ -262,7 +265,7 @@ def replica_seconds(
     lengths: Lengths,
     samples_per_prompt: int = 1,
 ) -> float:
-    """Return seconds until the last of ``rows`` responses on one replica is complete.
+    """Return the seconds until the last of ``rows`` responses on one replica is complete.
 
     Decode steps continue to the end of the longest response. If more sequences are unfinished than fit into
     the engine or its cache, the others wait. The result is infinite if the cache has no room for one
@@ -305,12 +308,12 @@ def steady_seconds(
     rows: float,
     batch: StepBatch,
 ) -> float:
-    """Return seconds in which one replica completes ``rows`` responses in the open order.
+    """Return the seconds in which one replica completes ``rows`` responses in the open order.
 
-    ``rows`` sequences and the extra sequences of `StepBatch.oversample` are always in flight, so that the
-    replica never waits for the longest response. There is one weight update in this time, after which the
-    keys and values of all running sequences are recomputed. The result is infinite if the cache has no room
-    for one sequence.
+    In the open order, responses are trained on as they finish. ``rows`` sequences and the extra sequences of
+    `StepBatch.oversample` are always in flight, so that the replica never waits for the longest response.
+    There is one weight update in this time, after which the keys and values of all running sequences are
+    recomputed. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     prompt = batch.prompt
@@ -348,7 +351,7 @@ def generate_seconds(
     batch: StepBatch,
     machine: Machine,
 ) -> float:
-    """Return seconds of a step's generation; rows are divided evenly over all replicas."""
+    """Return the seconds of a step's generation; rows are divided evenly over all replicas."""
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:

@@ -57,12 +57,12 @@ _PARAMETER_BYTES = 2.0
 
 
 def local_members(cluster: Cluster, size: int, stride: int) -> int:
-    """Return the number of members of a rank group in one NVLink domain, at least one."""
+    """Return how many members of a rank group are in one NVLink domain, at least one."""
     return max(1, min(size, cluster.domain // max(1, stride)))
 
 
 def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
-    """Return achieved bytes/s per rank of a ring over ``size`` ranks that are ``stride`` apart."""
+    """Return the achieved bytes/s per rank of a ring over ``size`` ranks that are ``stride`` apart."""
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
     local = local_members(cluster, size, stride)
@@ -74,7 +74,7 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
 
 
 def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
-    """Return seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
+    """Return the seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
     # A group of one rank sends no messages.
     if size <= 1:
         return 0.0
@@ -83,7 +83,7 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 
 
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
-    """Return seconds of a token exchange over consecutive ranks, in one direction.
+    """Return the seconds of a token exchange over consecutive ranks, in one direction.
 
     ``sent_bytes`` is the total of a rank, which sends each token to each of its ``copies`` experts. Across
     nodes a token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437
@@ -116,7 +116,7 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one average layer, and of the output layer, for one micro-batch.
+    """Predicted seconds of one average layer, and of the output layer, for one micro-batch.
 
     Example: ``LayerSeconds(2e-3, 4e-3, attention=5e-4, head_forward=1e-3, head_backward=2e-3)``.
     """
@@ -134,7 +134,7 @@ class LayerSeconds:
 
 
 def gemm_rate(machine: Machine, precision: str, width: float) -> float:
-    """Return achieved FLOP/s of dense products whose sharded dimension is ``width``."""
+    """Return the achieved FLOP/s of dense products whose sharded dimension is ``width``."""
     gpu = machine.gpu
     constants = machine.constants.efficiency
     # Narrow products do not fill the GPU; gemm_width is the width at which the efficiency is halved.
@@ -145,7 +145,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return achieved FLOP/s of grouped expert products; few rows or narrow experts reduce it."""
+    """Return the achieved FLOP/s of grouped expert products; few rows or narrow experts reduce it."""
     gpu = machine.gpu
     constants = machine.constants.efficiency
     precision = machine.precision
@@ -165,10 +165,9 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
-    """Return bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
+    """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
-    Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
-    permutations, before and after the exchange, both ways: 12 k h.
+    They are counted by kernel: norms and residuals, rotary angles and heads, the activation, permutations.
     """
     # An average layer is the mean of all layers.
     moe_share = model.moe_layers / model.layers
@@ -176,14 +175,19 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
         count * feed_forward.inner_width(model) for feed_forward, count in model.feed_forwards.items()
     )
     inner_width = inner_widths / model.layers
+    # Activation, 2 bytes each: its input and output are moved; a gated one has two inputs.
     bytes_per_inner = 4.0
     if model.gated:
         bytes_per_inner = 6.0
 
     # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism the norms.
-    sharded_bytes = 8.0 * model.heads * model.head_dim
+    # Rotary angles and copies of heads: four tensors of the queries' size.
+    sharded_bytes = 8.0 * model.query_width
     sharded_bytes += bytes_per_inner * inner_width
+    # Permutations of routed tokens before and after the exchange, both ways: six hidden states per copy.
     sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_share
+
+    # Norms and residual additions: twelve hidden states.
     return 24.0 * model.hidden / token_shards + sharded_bytes / tensor
 
 
@@ -195,13 +199,17 @@ def _exposed_communication(
     fused: bool,
     exchanges_heads: bool,
 ) -> float:
-    """Return forward seconds of a layer's tensor, expert and context communication that is not overlapped.
+    """Return the forward seconds of a layer's communication that is not overlapped with computation.
+
+    This is communication of tensor, expert and context parallelism.
 
     ``exchanges_heads``: context-parallel ranks exchange heads for complete rows before and after attention
     (all-to-all), as this package does; otherwise they gather keys and values, overlapped with attention.
     """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
+
+    # Hidden states in bfloat16.
     hidden_bytes = 2.0 * model.hidden * tokens
 
     # Tensor parallelism. Overlap with matrix products needs sequence parallelism (Transformer Engine's user
@@ -209,6 +217,7 @@ def _exposed_communication(
     exposed_share = efficiency.tensor_exposed
     if layout.sequence_parallel and fused:
         exposed_share = efficiency.tensor_exposed_overlapped
+    # Two all-gathers and two reduce-scatters per layer, of which a routed feed-forward needs none.
     passes = 4.0
     if layout.expert_tensor == 1 and model.experts:
         passes = 4.0 - 2.0 * moe_share
@@ -267,7 +276,7 @@ def layer_seconds(
         inner_width = model.mlp_width
 
     # Assume the rate of the narrowest product for all products of the layer.
-    width = min(model.heads * model.head_dim, inner_width)
+    width = min(model.query_width, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
     dense = tokens * dense_flops / model.layers / layout.tensor / dense_rate
 
@@ -308,6 +317,8 @@ def layer_seconds(
     if frozen:
         products = 1
     backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
+
+    # Memory-bound kernels are assumed to move twice the bytes: those of activations and of gradients.
     backward_work = products * (dense + experts) + backward_attention + 2 * memory_bound + exposed
     backward = max(backward_work, _BACKWARD_LAUNCHES * launch)
     backward += _BACKWARD_LAUNCHES * routing_wait
@@ -330,7 +341,7 @@ def layer_seconds(
 
 @dataclass(frozen=True)
 class TrainChoice:
-    """Settings with which a trained or frozen model runs on its GPUs.
+    """Model, layout and settings with which a trained or frozen role runs on its GPUs.
 
     Example: ``TrainChoice(shape, ParallelLayout(tuple(range(8)), tensor=4), recompute="full")``.
     """
@@ -354,7 +365,7 @@ class TrainChoice:
 
     @property
     def layers(self) -> Layers:
-        """Return the implementation of the layers, with their recompute."""
+        """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
         fused = self.transformer_engine and not self.model.plain_layers
         return Layers(fused=fused, recompute=self.recompute)
 
@@ -376,7 +387,7 @@ class RoleMemory:
 
     @property
     def total(self) -> float:
-        """Return the peak in bytes."""
+        """Return the peak bytes on the fullest GPU while the role works."""
         return self.fullest.total
 
 
@@ -397,7 +408,7 @@ class Work:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Seconds of one optimizer step.
+    """Predicted seconds of one optimizer step, by its three parts.
 
     Example: ``OptimizerStep(compute=5.2, exchange=0.3, update=0.1)`` takes 5.6 s.
     """
@@ -411,7 +422,7 @@ class OptimizerStep:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the optimizer step: passes, exposed gradient exchange and update."""
         return self.compute + self.exchange + self.update
 
 
@@ -477,7 +488,10 @@ def _pipeline_seconds(
     layer: float,
     head: float,
 ) -> float:
-    """Return the seconds of all micro-batches, from the seconds of a layer and of the output layer."""
+    """Return the seconds in which all micro-batches pass the pipeline.
+
+    ``layer`` and ``head`` are the seconds of a layer and of the output layer for one micro-batch.
+    """
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
@@ -518,7 +532,7 @@ def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
 
 
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
-    """Return seconds to reduce-scatter gradients and all-gather parameters over data-parallel ranks."""
+    """Return the seconds to reduce-scatter gradients and all-gather parameters over data-parallel ranks."""
     layout = choice.layout
     dense, expert = _trainable_parameters(choice)
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
@@ -575,7 +589,7 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
 
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
-    """Return seconds in which the optimizer updates the parameters of a rank."""
+    """Return the seconds in which the optimizer updates the parameters of a rank."""
     layout = choice.layout
     optimizer = choice.optimizer
     efficiency = machine.constants.efficiency
@@ -589,7 +603,8 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     seconds = hbm_bytes / (machine.gpu.hbm * efficiency.hbm)
 
     if optimizer.offload:
-        # Gradients are copied to the host and parameters back; the update runs at the host's memory rate.
+        # Gradients are copied to the host and parameters back. The update runs at the host's memory rate, and
+        # reads and writes every state.
         host_bytes = parameters * (optimizer.gradient_bytes + _PARAMETER_BYTES + 2.0 * optimizer.state_bytes)
         seconds += host_bytes / machine.host_rate
     return seconds
@@ -610,7 +625,7 @@ def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSe
 
 
 def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
-    """Return seconds of one optimizer step: forward, backward, gradient exchange, update.
+    """Return the seconds of one optimizer step: forward, backward, gradient exchange, update.
 
     ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
     computation, not to the gradient exchange.
@@ -660,7 +675,7 @@ def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> 
 
 
 def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
-    """Return seconds of all optimizer steps of one role, in every epoch."""
+    """Return the seconds of all optimizer steps of one role, in every epoch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
     step = optimizer_step(choice, machine, work, share)
@@ -668,7 +683,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 
 
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
-    """Return seconds of one forward pass of one role over a step's rows."""
+    """Return the seconds of a role's forward pass over the rows of a step."""
     work = replica_work(choice, batch, batch.rows)
     layer = _average_layer(choice, machine, work)
     seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
@@ -723,14 +738,14 @@ def fullest_training(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Return the memory of a role: its fullest stage, and the largest states of any stage."""
+    """Combine the memory of pipeline stages to that of a role: the fullest stage, and the largest states."""
     fullest = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role while it trains on a batch."""
+    """Return the bytes on a role's fullest GPUs while it trains on a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
     # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.
@@ -755,7 +770,7 @@ def merged_bytes(choice: TrainChoice) -> float:
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role that only runs forward passes."""
+    """Return the bytes on the fullest GPUs of a role that only runs forward passes."""
     model = choice.model
     layout = choice.layout
     tokens = choice.micro_batch * batch.longest

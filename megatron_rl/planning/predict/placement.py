@@ -52,7 +52,8 @@ OPEN_ORDER = "split, open order"
 SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
 """Kinds of placements with separate GPUs for generation."""
 OVERSAMPLE = 0.25
-"""Extra groups in flight in a planned open order, as a fraction of the groups of a step."""
+"""Extra groups in flight in a planned open order (responses are trained on as they finish), as a fraction
+of the groups of a step."""
 
 _ACTOR = ACTOR.name
 _CRITIC = CRITIC.name
@@ -78,7 +79,7 @@ _MIXED_UNITS = 8
 _MIN_ENGINE_FRACTION = 0.05
 """Fraction of a GPU's memory below which no engine starts."""
 _MAX_ENGINE_FRACTION = 0.9
-"""Default of the largest fraction of a GPU's memory for the engine."""
+"""Largest fraction of a GPU's memory for the engine, unless the problem has another one."""
 _SLOWDOWN = 1.5
 """Ratio to the fastest step at which the search with fewer and fewer GPUs stops."""
 
@@ -103,7 +104,7 @@ class Problem:
     batch: StepBatch
     """Rows of a step."""
     machine: Machine
-    """GPUs, with the constants."""
+    """GPUs of the job, with the constants of predictions."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     """Optimizer of the trained roles."""
     lora: Lora | None = None
@@ -133,7 +134,7 @@ class Problem:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs."""
+        """Return the number of GPUs of the cluster."""
         return self.machine.cluster.num_gpus
 
 
@@ -161,7 +162,7 @@ class GroupPlan:
 
     @property
     def busy(self) -> float:
-        """Return the seconds of a step in which this group's GPUs are busy."""
+        """Return the seconds of a step in which this group's GPUs work."""
         total = 0.0
         if self.rollout is not None:
             total = self.rollout.seconds
@@ -194,7 +195,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Placement with its predicted step.
+    """Placement of all roles on GPUs, with its predicted step.
 
     Example: ``PlacementPlan("split", (group,), step, rollout, rollout_gpus=8)``.
     """
@@ -214,18 +215,18 @@ class PlacementPlan:
 
     @property
     def largest_pipeline(self) -> int:
-        """Return the largest pipeline size of any role."""
+        """Return the largest number of pipeline stages of any role."""
         plans = [plan for group in self.groups for plan in group.plans.values()]
         return max(plan.choice.layout.pipeline for plan in plans)
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs in use."""
+        """Return the number of GPUs that the placement uses."""
         return sum(self.gpus_per_group) + self.rollout_gpus
 
     @property
     def gpus_per_group(self) -> list[int]:
-        """Return the number of GPUs of each group."""
+        """Return the number of GPUs of each group of roles, in the order of groups."""
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
@@ -485,7 +486,10 @@ def _placement(
     rollout_gpus: int = 0,
     ahead: bool = False,
 ) -> PlacementPlan:
-    """Return a placement of planned groups with its step."""
+    """Combine planned groups and a rollout into a placement, and predict its step.
+
+    ``rollout_gpus``: number of GPUs that only generate. ``ahead``: whether they sample the next step's rows.
+    """
     layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
     # The engine is on the actor's ranks, or on separate ranks after them.
     ranks = layout.ranks
@@ -571,7 +575,7 @@ def best_grouping(
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
     for sizes in compositions(gpus // unit, len(groups)):
-        if not all(_allowed(planner.problem, size * unit) for size in sizes):
+        if not all(_is_allowed_size(planner.problem, size * unit) for size in sizes):
             continue
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
@@ -584,13 +588,13 @@ def best_grouping(
                 break
             planned_groups.append(group)
         else:
-            best = _faster(best, place_groups(name, planner.problem, planned_groups))
+            best = _faster_placement(best, place_groups(name, planner.problem, planned_groups))
     return best
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search over all placements."""
+    """Result of a search over all placements, with the numbers of tried layouts and settings."""
 
     plans: tuple[PlacementPlan, ...]
     """Best plan of every placement that fits, fastest first."""
@@ -618,7 +622,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     """Return the fastest placement of all roles and generation on the same GPUs."""
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
-        if not _allowed(planner.problem, size):
+        if not _is_allowed_size(planner.problem, size):
             continue
         group = planner.group(roles, size, True)
         if group is None:
@@ -631,12 +635,12 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
         placement = place_groups("colocated", planner.problem, [group])
         if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
             break
-        best = _faster(best, placement)
+        best = _faster_placement(best, placement)
     return best
 
 
 def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with generation-only GPUs."""
+    """Return the fastest placement with separate GPUs that only generate, or None if none fits."""
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -648,14 +652,14 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
     unit = max(1, gpus // _MIXED_UNITS)
     best: PlacementPlan | None = None
     for rollout_gpus in range(unit, gpus, unit):
-        if not _allowed(problem, rollout_gpus) or not _allowed(problem, gpus - rollout_gpus):
+        if not _is_allowed_size(problem, rollout_gpus) or not _is_allowed_size(problem, gpus - rollout_gpus):
             continue
         placement = place_split(planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, split)
-        best = _faster(best, placement)
+        best = _faster_placement(best, placement)
     return best
 
 
-def _allowed(problem: Problem, size: int) -> bool:
+def _is_allowed_size(problem: Problem, size: int) -> bool:
     """Return whether a group may have ``size`` GPUs: any number, unless the problem requires whole nodes."""
     node = problem.machine.cluster.gpus_per_node
     if not problem.whole_nodes:
@@ -663,8 +667,8 @@ def _allowed(problem: Problem, size: int) -> bool:
     return size % node == 0 or (size < node and node % size == 0)
 
 
-def _faster(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
-    """Return the placement with the shorter step, the first of equal ones."""
+def _faster_placement(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
+    """Return the placement with the shorter step, the first of equal ones; None is no placement."""
     if best is None or candidate is None:
         return best or candidate
     if candidate.step.total < best.step.total:
@@ -691,7 +695,7 @@ def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[
 
 
 def _roles(problem: Problem) -> tuple[str, ...]:
-    """Return the roles of the algorithm for which the problem has a model."""
+    """Return the names of the algorithm's roles for which the problem has a model."""
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
 
@@ -702,7 +706,7 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     """
     result = _search(problem, split)
     if not result.plans:
-        raise _does_not_fit(problem)
+        raise _does_not_fit_error(problem)
     return result
 
 
@@ -786,25 +790,28 @@ def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Re
             for nodes, cap, plans in searches
             if nodes == whole_nodes and cap < plan.largest_pipeline and name in plans
         ]
-        reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+        reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost_text(plan, shallower, 'fewer')}")
 
     # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(nodes for nodes, _, _ in searches):
         aligned = [plans[name] for nodes, _, plans in searches if nodes and name in plans]
-        reasons.append(f"groups that share nodes: {_cost(plan, aligned, 'whole nodes')}")
+        reasons.append(f"groups that share nodes: {_cost_text(plan, aligned, 'whole nodes')}")
     return replace(plan, reasons=tuple(reasons))
 
 
-def _cost(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
-    """Describe by how much the best of the ``simpler`` plans is slower than a plan."""
+def _cost_text(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
+    """Describe as text by how much the fastest of the ``simpler`` plans is slower than ``plan``.
+
+    ``subject``: property of the simpler plans, as the plural subject of the sentence, such as "whole nodes".
+    """
     if not simpler:
         return f"{subject} do not fit"
     best = min(simpler, key=lambda candidate: candidate.step.total)
     return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
 
 
-def _does_not_fit(problem: Problem) -> UserError:
-    """Return the error for a job that fits in no placement, with a number of GPUs on which it fits."""
+def _does_not_fit_error(problem: Problem) -> UserError:
+    """Return the error for a job that fits in no placement; its fix has a number of GPUs on which it fits."""
     machine = problem.machine
     fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)
@@ -820,7 +827,7 @@ def _does_not_fit(problem: Problem) -> UserError:
 
 
 def _least_need(problem: Problem) -> str:
-    """Return a lower bound of the memory per GPU as text."""
+    """Format a lower bound of the memory that each GPU needs, for an error."""
     model = problem.models[_ACTOR]
     # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.
     bytes_per_parameter = 2

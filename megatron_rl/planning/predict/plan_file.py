@@ -58,11 +58,11 @@ class Paths:
 
 
 RankRange = tuple[int, int]
-"""First rank and number of ranks."""
+"""Type of a range of ranks: the first rank, and the number of ranks."""
 
 
 def _rank_text(first: int, count: int) -> str:
-    """Return a range of ranks in the format of configurations."""
+    """Format a range of ``count`` ranks from ``first`` on as in a configuration, such as ``0-7``."""
     if count == 1:
         return str(first)
     return f"{first}-{first + count - 1}"
@@ -83,7 +83,7 @@ def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
-    """Return the ranks of every role and of the rollout; the actor's group comes first."""
+    """Return the ranks of every role and of the rollout; the actor's group has the lowest."""
     groups = sorted(plan.groups, key=lambda group: ACTOR.name not in group.plans)
     ranges: dict[str, RankRange] = {}
     first = 0
@@ -116,7 +116,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models and data that are not on this machine, by path."""
+    """Return the commands that download the models and data that are not on this machine: path -> command."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
@@ -151,13 +151,13 @@ class _ConfigWriter:
         return plan
 
     def layout(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
-        """Return the layout section of a role, with ranks unless a placement preset implies them."""
+        """Return the layout section of a role, with its ranks unless a placement preset implies them."""
         if self.placement:
             return _layout_section(layout)
         return {"ranks": _rank_text(*self.ranges[role])} | _layout_section(layout)
 
     def trained(self, role: str) -> dict[str, Any]:
-        """Return the section of a role that is trained."""
+        """Return the section of a role that is trained: layout, optimizer and memory settings."""
         choice = self._plan_of(role).choice
         group = next(group for group in self.plan.groups if role in group.plans)
         section = {
@@ -192,7 +192,7 @@ class _ConfigWriter:
         return {"layout": self.layout(role, choice.layout)}
 
     def batch(self) -> dict[str, Any]:
-        """Return the batch section."""
+        """Return the configuration's section ``batch``."""
         batch = self.problem.batch
         micro_batches: list[int] = []
         for group in self.plan.groups:
@@ -249,7 +249,7 @@ class _ConfigWriter:
         return sections
 
     def config(self) -> dict[str, Any]:
-        """Return the complete configuration."""
+        """Return the complete configuration of the plan as a mapping."""
         problem = self.problem
         cluster = problem.machine.cluster
         algorithm: dict[str, Any] = {"name": problem.algorithm}
@@ -298,7 +298,7 @@ def planned_settings(problem: Problem, plan: PlacementPlan, paths: Paths) -> dic
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan with its configuration, and the predictions that `check` would derive from the configuration."""
+    """Plan with its configuration, and the predictions that `check` would make for that configuration."""
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
@@ -311,11 +311,11 @@ class PlannedRun:
     memory: tuple[RankMemory, ...]
     """Memory of each distinct rank, fullest first."""
     traffic: WeightTraffic
-    """Bytes of a weight sync."""
+    """Bytes that each weight sync sends from the trainer to the engines."""
 
 
 def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
-    """Write the configuration of a plan, and return the plan with the predictions of a run of it."""
+    """Make the configuration of a plan, and return the plan with the predictions for it."""
     mapping = planned_settings(problem, plan, paths)
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
@@ -344,7 +344,7 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
         config=config,
         prediction=prediction,
         memory=tuple(memory),
-        traffic=shared_weights(config, actor).traffic(rollout_ranks),
+        traffic=shared_weights(config, actor).traffic(rollout_ranks, config.gpus_per_node),
     )
 
 
@@ -399,7 +399,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
 
 
 def _seconds_text(run: PlannedRun) -> str:
-    """Return the seconds of the phases on one line."""
+    """Format the seconds of a planned run's phases as one line."""
     seconds = plan_record(run)["seconds"]
     return (
         f"generate {seconds['generate']:.1f}   log-probs {seconds['log_probs']:.1f}   "
@@ -408,13 +408,13 @@ def _seconds_text(run: PlannedRun) -> str:
 
 
 def _memory_text(run: PlannedRun) -> str:
-    """Return the memory of the fullest rank in each phase on one line, in GiB as in the output of `check`."""
+    """Format the memory of the fullest rank in each phase as one line, in GiB as `check` does."""
     phases = "   ".join(f"{phase} {peak_bytes(run, phase) / _GIB:,.1f}" for phase in PHASES)
     return f"{phases}   (of {run.config.gpu_memory_gib:g})"
 
 
 def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
-    """Return the line of one role: its GPUs, layout and settings."""
+    """Format one role of a plan as a line: its GPUs, layout and settings."""
     choice = plan.choice
     line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
 
@@ -431,7 +431,7 @@ def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
 
 
 def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
-    """Return one plan as lines of text."""
+    """Format one plan as lines of text; ``number`` is its position in the list of plans."""
     plan = run.plan
     total = run.prediction.total
     rate = run.prediction.tokens / total / plan.gpus
@@ -460,7 +460,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
 
 
 def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
-    """Return the best plans as text."""
+    """Format the best plans of a search as text, with the numbers of layouts and settings that it tried."""
     model = problem.models[ACTOR.name]
     batch = problem.batch
     lines = [
@@ -480,7 +480,7 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
 
 
 def config_text(problem: Problem, run: PlannedRun) -> str:
-    """Return the configuration of a planned run as YAML, its prediction in comments."""
+    """Format the configuration of a planned run as YAML, with its prediction in comments."""
     model = problem.models[ACTOR.name]
     comments = [
         f"# {problem.algorithm} of {model.name} on {run.plan.gpus} x {problem.machine.gpu.name}, "

@@ -49,7 +49,7 @@ class TrainPlan:
     """
 
     choice: TrainChoice
-    """Layout and settings."""
+    """Parallel layout and settings that the plan trains with."""
     learn: float
     """Seconds of a step's optimizer steps; 0 for a frozen model."""
     forward: float
@@ -60,7 +60,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Layout for generation with the predicted cost.
+    """Layout of the engine for generation, with the predicted seconds.
 
     Example: ``RolloutPlan(RolloutLayout(tensor=2, replicas=8), seconds=160.3)``.
     """
@@ -73,7 +73,7 @@ class RolloutPlan:
 
 @dataclass
 class SearchCount:
-    """Counters of a search."""
+    """Numbers of layouts and settings that a search has tried, for its report."""
 
     layouts: int = 0
     """Number of layouts that were tried."""
@@ -87,7 +87,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
-    """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
+    """Return the tensor-parallel sizes, up to a limit, that divide the GPUs and the model's heads."""
     # Every mixer must be divisible; 0 is divisible by any size.
     heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
 
@@ -249,7 +249,7 @@ def training_front(
             continue
         counter.layouts += 1
 
-        # Skip early by the weights, a cheap lower bound of the memory.
+        # Skip early by the weights in bfloat16, a cheap lower bound of the memory.
         if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
 

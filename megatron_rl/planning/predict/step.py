@@ -14,11 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
+from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import role_layouts, shared_weights, with_ranks
 from megatron_rl.config.roles import ACTOR, explicit_model_paths, role_of, role_sections, section_of, spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
+from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
 from megatron_rl.planning.predict.learn import (
@@ -28,7 +30,7 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.shapes.hardware import Constants, Machine
+from megatron_rl.shapes.hardware import Constants, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout, end_settings
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice
@@ -38,11 +40,13 @@ from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3
 """Assumed ratio of mean response length to the limit, without measured lengths."""
+ASSUMED_GPU = "h100"
+"""GPU for predictions if the configuration names no GPU."""
 
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """Seconds that a role works in one step.
+    """Predicted seconds that a role works in one step, and the ranks on which it does.
 
     Example: ``RoleSeconds("actor", range(8), forward=2.1, learn=6.4)``.
     """
@@ -77,7 +81,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step, in which generation may overlap with other phases."""
         generate = self.seconds["generate"]
         # The phases after generation run one after another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
@@ -153,7 +157,7 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes`, cached since a search computes it for the same layouts many times."""
+    """Return `shared_bytes` for a model in a layout, cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -165,7 +169,7 @@ def planned_sync_seconds(
     ranks: Sequence[int],
     machine: Machine,
 ) -> float:
-    """Return seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
+    """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
     overlap = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes)
     return sync_seconds(overlap.traffic(ranks), layout.size, machine)
 
@@ -188,7 +192,7 @@ class RunStep:
     """Prediction of one step of a run, with its FLOPs, to compute the utilization of a measured step."""
 
     step: Step
-    """Seconds by phase."""
+    """Predicted seconds of one step, by phase."""
     flops: Mapping[str, float]
     """Model FLOPs of the complete job by phase."""
     tokens: float
@@ -202,12 +206,12 @@ class RunStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each phase."""
+        """Return the seconds of each phase of the step: phase -> seconds."""
         return self.step.seconds
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step."""
         return self.step.total
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -234,6 +238,25 @@ class RunStep:
             if flops and seconds.get(phase):
                 utilization[phase] = flops / seconds[phase] / job_peak
         return utilization
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """Prediction of one step of a checked configuration.
+
+    Example: ``CheckedStep("H100-80GB", assumed=False, step=step)``, or ``CheckedStep(reason="no shape")``.
+    """
+
+    gpu: str | None = None
+    """Name of the GPU in constants.json, or None if there is no prediction."""
+    assumed: bool = False
+    """Whether the GPU is `ASSUMED_GPU` because the configuration names none."""
+    response_tokens: float = 0.0
+    """Mean tokens of a response that the prediction assumes."""
+    step: RunStep | None = None
+    """Seconds and FLOPs of the step, or None if there is no prediction."""
+    reason: str = ""
+    """Reason why there is no prediction, or an empty string."""
 
 
 def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
@@ -271,7 +294,10 @@ def train_choice(
     layout: ParallelLayout,
     model: ModelShape,
 ) -> TrainChoice:
-    """Return the settings with which a role's model runs; for a frozen role only the layout has an effect."""
+    """Return the settings with which a role's model runs.
+
+    For a frozen role only the layout has an effect.
+    """
     # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
@@ -325,11 +351,12 @@ def _reload_seconds(
         memory = learn_memory(choice, batch)
     else:
         memory = score_memory(choice, batch)
+    # Load and store.
     return 2.0 * memory.states / machine.host_rate
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
-    """Return the engine's layout of a configuration."""
+    """Convert the configured layout of the rollout engine to the form in which generation is predicted."""
     # vLLM distributes experts over the tensor-parallel ranks of a replica.
     expert = 1
     if config.rollout.vllm.get("enable_expert_parallel"):
@@ -415,3 +442,36 @@ def predict_run(
         world=world,
         peak_flops=cluster.gpu.bf16_flops,
     )
+
+
+def predict_checked(report: CheckReport) -> CheckedStep:
+    """Predict a step of a checked configuration on its GPU, or on `ASSUMED_GPU` if it names none."""
+    config = report.config
+    if report.errors or report.layouts is None:
+        return CheckedStep(reason="the configuration has errors")
+    if report.batch is None:
+        return CheckedStep(reason="the job has no steps of reinforcement learning")
+    if report.shape is None:
+        return CheckedStep(reason="the model's config.json is not on this machine")
+    if not config.rollout.capabilities.in_process:
+        return CheckedStep(reason="generation takes as long as the servers need")
+    # The constants are rates in half precision; float32 is only used on hosts.
+    if config.model.dtype == "float32":
+        return CheckedStep(reason="constants are for bfloat16 on GPUs, and model.dtype is float32")
+
+    constants = load_constants()
+    try:
+        gpu = constants.gpu(config.gpu or ASSUMED_GPU)
+    except UserError:
+        return CheckedStep(reason=f"the planner has no constants of {config.gpu}")
+
+    # A check for other machines accepts code that cannot be imported on this machine.
+    try:
+        algorithm_of(config)
+    except UserError:
+        return CheckedStep(reason="a piece of the algorithm cannot be imported here")
+
+    shapes = {role: report.shapes.get(role, report.shape) for role in report.layouts}
+    step = predict_run(config, constants, gpu.name, shapes)
+    rows = report.batch.prompts * report.batch.samples
+    return CheckedStep(gpu.name, config.gpu is None, step.response_tokens / rows, step)

@@ -36,7 +36,7 @@ _SELECTIONS = frozenset(
 )
 """Operators whose result has a size that depends on values."""
 _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
-"""Operators of c10d that are point to point."""
+"""Operators of c10d (torch's collectives) that are point to point."""
 
 
 class Simulation(TorchDispatchMode):
@@ -197,7 +197,7 @@ class Simulation(TorchDispatchMode):
         self._usage.peak = max(self._usage.peak, self._bytes)
 
     def _release(self, key: int) -> None:
-        """Subtract the bytes of a storage that was freed."""
+        """Subtract the bytes of a storage that was freed; ``key`` is its address."""
         # Forget the values: another storage may get the same address.
         self._values.pop(key, None)
         _, size = self._alive.pop(key)
@@ -212,7 +212,7 @@ class Simulation(TorchDispatchMode):
         self._bytes = sum(size for _, size in self._alive.values())
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
-        """Count one call of a group, of ``size`` bytes."""
+        """Count one call of a collective or message of a process group, of ``size`` bytes."""
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = self.kind(ranks)
         # Messages between pipeline stages are counted separately from the group's collectives.
@@ -252,7 +252,7 @@ class Simulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return a host copy of a tensor: its assigned values if there are any, else ones."""
+        """Return a host copy of a device tensor: its assigned values if there are any, else ones."""
         key = value.untyped_storage()._cdata
         assigned = self._values.get(key)
         if assigned is not None:
@@ -268,7 +268,7 @@ class Simulation(TorchDispatchMode):
         return torch.ones((), dtype=value.dtype).item()
 
     def _ignore(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the target of a copy to the host unchanged."""
+        """Return the target of a copy from the device to the host unchanged: it has no values to copy."""
         return target
 
 

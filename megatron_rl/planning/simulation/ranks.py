@@ -38,7 +38,7 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 @dataclass(frozen=True)
 class Simulated:
-    """Result of a rank's simulation, and the estimate of its memory for the same layers.
+    """Simulation of one rank, and the estimate of its memory for the same layers.
 
     Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
     """
@@ -107,7 +107,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
 
 
 def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
-    """Return the configuration to simulate, and the estimate of its models' memory on a rank."""
+    """Return the configuration to simulate a rank of a check, and the memory estimate of its models."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
     layouts = dict(report.layouts)
@@ -120,7 +120,7 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
 
 
 def _simulate(*arguments: Any) -> SimulatedRank:
-    """Simulate one rank in this process."""
+    """Simulate one rank in this process, a child that does nothing else; see `simulation.step.simulate`."""
     # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
     modules.update(dict.fromkeys(_FOREIGN_LAYERS))
@@ -132,7 +132,7 @@ def _simulate(*arguments: Any) -> SimulatedRank:
 
 
 def simulation_lines(simulated: list[Simulated]) -> list[str]:
-    """Return the lines of a report: a table of bytes, then the kernels, reads and messages of each rank."""
+    """Format simulated ranks as lines: a table of bytes, then each rank's kernels, reads and messages."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
     for entry in simulated:
         for phase, name in _PHASES.items():
@@ -160,7 +160,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
 
 
 def _usage_text(usage: Usage) -> str:
-    """Return the counts of one phase as text."""
+    """Format the kernels, device reads and messages of one phase as text."""
     # Bytes and calls by kind of group.
     terms = []
     for kind, count in usage.calls.items():
@@ -175,7 +175,7 @@ def _usage_text(usage: Usage) -> str:
 
 
 def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
-    """Return the simulated ranks as plain values; sizes are in bytes."""
+    """Convert simulated ranks to plain values for JSON; sizes are in bytes."""
     return [
         {
             **asdict(entry.rank),

@@ -184,7 +184,10 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
 
 
 def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
-    """Return rows with the ``count`` most likely tokens of a teacher; unchanged for a count of 0."""
+    """Add a teacher's ``count`` most likely tokens per position to the rows, with placeholder values.
+
+    The simulation needs only their shapes. With a count of 0 the rows are returned unchanged.
+    """
     if not count:
         return rows
     tokens = len(rows.tokens)
@@ -201,7 +204,7 @@ def _full_rows(
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
-    """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
+    """Return rows that fill one more micro-batch than a pipeline has in flight at once."""
     # Fill a micro-batch with rows of equal length, as long as possible.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)

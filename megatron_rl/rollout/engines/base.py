@@ -1,8 +1,8 @@
 """The protocols of a rollout engine, and the construction of a run's engine.
 
 A `Generator` samples; a `WeightStore` has storage that the hybrid engine writes into. They are separate
-protocols because with a server they are apart: the ranks of the job have the generator, and the server's
-workers have the weights. Further capabilities of an engine are in the table of `config.engines`.
+protocols because with a server they are in different processes: the ranks of the job have the generator, and
+the server's workers have the weights. Further capabilities of an engine are in the table of `config.engines`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron_rl.types import TensorBox
 from megatron_rl.user_code import load_path
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""Parses a turn: (text, tools) -> (text without the calls, name and arguments of each call)."""
+"""Function that parses tool calls: (text of a turn, tools) -> (text without the calls, name and arguments of
+each call)."""
 
 
 class Generator(Protocol):

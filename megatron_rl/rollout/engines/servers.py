@@ -67,12 +67,12 @@ class Server(Protocol):
         self,
         session: aiohttp.ClientSession,
         request: GenerationRequest,
-        weights: str,
-        seconds: float,
+        weights_name: str,
+        timeout: float,
     ) -> Completion:
-        """Sample a request from the weights of this name; raise ServerError if the server has other weights.
+        """Sample a request from the weights that `finish_update` named; raise ServerError for other weights.
 
-        A coroutine, so that one thread can have many requests in flight.
+        ``timeout`` is in seconds. A coroutine, so that one thread can have many requests in flight.
         """
         ...
 
@@ -87,7 +87,7 @@ class Server(Protocol):
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve the server for a run for this time; return the holder if it is another run, else None."""
+        """Reserve the server for ``run`` for this many seconds; return the holder if it is another run."""
         ...
 
     # State of the weights.
@@ -101,17 +101,17 @@ class Server(Protocol):
         ...
 
     # One update of the weights, in the order of the calls. `reset_updates` and `join_transfer` belong to the
-    # first update of a server, and to the first after a failed one.
+    # first update of a server, and to the first after a failed one. A ``timeout`` is in seconds.
 
-    def reset_updates(self, seconds: float) -> None:
+    def reset_updates(self, timeout: float) -> None:
         """Drop an unfinished update of a killed job, and its process group. Without one, do nothing."""
         ...
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, timeout: float) -> None:
         """Pause requests in flight until `finish_update`: their weights are about to change."""
         ...
 
-    def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
+    def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
         """Make the workers join a process group with the actor's ranks, and plan the transfer.
 
         The rendezvous is at ``address`` and ``port``; the workers are the ranks from ``trainers`` on.
@@ -120,15 +120,15 @@ class Server(Protocol):
         """
         ...
 
-    def start_update(self, seconds: float) -> None:
-        """Prepare for new weights."""
+    def start_update(self, timeout: float) -> None:
+        """Prepare the workers for new weights."""
         ...
 
-    def receive_weights(self, version: int, seconds: float) -> None:
+    def receive_weights(self, version: int, timeout: float) -> None:
         """Receive the weights of ``version`` in the workers. Collective over the workers and actor ranks."""
         ...
 
-    def finish_update(self, name: str, seconds: float) -> None:
+    def finish_update(self, name: str, timeout: float) -> None:
         """Use the received weights under this name, drop the cache of older ones, and resume requests."""
         ...
 
@@ -188,7 +188,7 @@ class ServerGenerator:
         self._stops = stops
 
         self._servers: list[Server] = []
-        self._weights = ""
+        self._weights_name = ""
         self._resubmitted = 0
 
         # Number of a request -> its task on the event loop.
@@ -202,10 +202,10 @@ class ServerGenerator:
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
 
-    def use(self, servers: Sequence[Server], weights: str) -> None:
-        """Set the servers to sample from, and the name of their weights."""
+    def use(self, servers: Sequence[Server], weights_name: str) -> None:
+        """Set the servers to sample from, and the name that `Server.finish_update` gave their weights."""
         self._servers = list(servers)
-        self._weights = weights
+        self._weights_name = weights_name
 
     def pop_resubmitted(self) -> int:
         """Return the number of requests that were sent to another server since the last call; reset it."""
@@ -269,6 +269,7 @@ class ServerGenerator:
         self._on_close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the event loop to its end, and return its result."""
         return self._loop.run_until_complete(coroutine)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -291,7 +292,10 @@ class ServerGenerator:
             self._run(asyncio.wait(tasks))
 
     def _choose(self, seed: int) -> Server | None:
-        """Return the server of a sequence, or the least busy one for a new sequence; None if none is left."""
+        """Return the server for the sequence with this ``seed``, or None if all servers are lost.
+
+        It is the server of the sequence's earlier requests, or the least busy one for a new sequence.
+        """
         # The server of an earlier request may be lost.
         if self._server_of.get(seed) not in self._in_flight:
             if not self._in_flight:
@@ -307,7 +311,7 @@ class ServerGenerator:
 
             try:
                 completion = await server.generate(
-                    self._client(), request, self._weights, self._request_timeout
+                    self._client(), request, self._weights_name, self._request_timeout
                 )
                 if self._stops is not None:
                     completion = self._stops.trim(request, completion)
@@ -373,7 +377,7 @@ class Lease:
         self._thread.start()
 
     def _claim_all(self) -> tuple[str, str] | None:
-        """Claim every server; return URL and holder of the first one that is already reserved, or None."""
+        """Reserve every server; return URL and holder of the first one that another run holds, or None."""
         holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
         for url, holder in holders:
             if holder:
@@ -381,6 +385,7 @@ class Lease:
         return None
 
     def _claim_or_raise(self, server: Server) -> str | None:
+        """Reserve a server as `_claim` does; raise UserError if it does not respond as expected."""
         try:
             return self._claim(server, LEASE_SECONDS)
         except (ServerError, KeyError, ValueError) as error:
@@ -393,7 +398,7 @@ class Lease:
             ) from error
 
     def _claim(self, server: Server, seconds: float) -> str | None:
-        """Reserve a server; return its holder if that is another one.
+        """Reserve a server for ``seconds``; return its holder if that is not this lease, else None.
 
         The URL is part of the name, so that a server with two URLs is detected.
         """

@@ -17,25 +17,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Attention to all earlier tokens or to a sliding window, with the head sizes of `ModelShape`."""
+    """Attention to all earlier tokens or to a sliding window.
+
+    Head sizes and numbers are those of `ModelShape`, unless the layer has separate ones.
+    Example: ``Attention(head_dim=512, kv_heads=4)`` for a layer with larger heads than others of its model.
+    """
+
+    head_dim: int = 0
+    """Size of a head of queries, keys and values; 0 for the size of `ModelShape`."""
+    kv_heads: int = 0
+    """Key-value heads; 0 for the number of `ModelShape`."""
+    keys_are_values: bool = False
+    """Whether the layer has no projection to values: a value is its head's key before norm and rotary
+    angles."""
+    value_norm: bool = False
+    """Whether each value is divided by its root mean square (an RMSNorm without a weight)."""
 
     name: ClassVar[str] = "attention"
     noun: ClassVar[str] = "layers of attention"
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
+    def key_value_heads(self, shape: ModelShape) -> int:
+        """Return the number of key-value heads, each of which serves a group of query heads."""
+        return self.kv_heads or shape.kv_heads
+
+    def key_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's query and key."""
+        return self.head_dim or shape.head_dim
+
+    def value_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's value, which is that of its key."""
+        return self.key_size(shape)
+
+    def query_width(self, shape: ModelShape) -> int:
+        """Return the width of the queries: query heads times the size of one."""
+        return shape.heads * self.key_size(shape)
+
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield projections, biases, sinks, and norms of queries and keys."""
+        """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
         # The rows of the three projections, without the columns: biases have the same.
-        query_rows = shape.heads * shape.head_dim
-        key_rows = shape.kv_heads * shape.head_dim
+        head_dim = self.key_size(shape)
+        kv_heads = self.key_value_heads(shape)
+        query_rows = shape.heads * head_dim
+        key_rows = kv_heads * head_dim
         projections = [
-            Source("self_attn.q_proj", (query_rows,), "rows"),
-            Source("self_attn.k_proj", (key_rows,), "heads"),
-            Source("self_attn.v_proj", (key_rows,), "heads"),
+            Source("self_attn.q_proj", (query_rows,), "rows", heads=kv_heads),
+            Source("self_attn.k_proj", (key_rows,), "heads", heads=kv_heads),
+            Source("self_attn.v_proj", (key_rows,), "heads", heads=kv_heads),
         ]
+        if self.keys_are_values:
+            projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
             # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
-            queries = replace(projections[0], runs=shape.heads, pitch=2 * shape.head_dim)
+            queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)
             projections[:1] = [queries, queries]
 
         matrices = tuple(
@@ -61,128 +95,150 @@ class Attention(Mixer):
         if shape.qk_norm:
             for letter, rows in (("q", query_rows), ("k", key_rows)):
                 if not shape.whole_qk_norm:
-                    rows = shape.head_dim
+                    rows = head_dim
                 norm = Source(f"self_attn.{letter}_norm.weight", (rows,))
                 yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of queries, keys, values, their norms and the output."""
+        """Count the saved elements per token: queries, keys, values, their norms, and the output."""
         if layer.fused:
-            return _fused_elements(layer)
-        return _plain_elements(layer)
+            return self._fused_elements(layer)
+        return self._plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count projections, and copies of them with the tokens of a row together."""
+        """Count the elements per token of the projections, and of copies with contiguous rows."""
         shape = layer.shape
         heads = shape.heads / layer.tensor
-        groups = shape.kv_heads / layer.tensor
-        return shape.head_dim * (7 * heads + 3 * groups)
+        groups = self.key_value_heads(shape) / layer.tensor
+        return self.key_size(shape) * (7 * heads + 3 * groups)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
-        return 2 * shape.heads * (shape.qk_dim + shape.value_dim)
+        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
+
+        A query element is multiplied by one of the key, and a probability by each element of the value.
+        """
+        return 4 * self.query_width(shape)
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count a key and a value of each key-value head."""
-        return 2 * shape.kv_heads * shape.head_dim
+        """Count the elements of a token's key and value, of every key-value head."""
+        return 2 * self.key_value_heads(shape) * self.key_size(shape)
+
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the head size of queries, keys and values."""
+        return self.key_size(shape)
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return one shard per rank, up to one per key-value head: further ranks have copies."""
-        return min(tensor, shape.kv_heads)
+        """Return the number of ranks, or of key-value heads if that is smaller: others have copies."""
+        return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the key-value heads, which training does not replicate."""
-        return shape.kv_heads
+        """Return the number of key-value heads, which training does not replicate."""
+        return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count queries, outputs, keys and values of a rank's heads."""
+        """Count the elements per token of a rank's queries, keys, values and outputs."""
         heads = shape.heads / tensor
-        groups = shape.kv_heads / tensor
+        groups = self.key_value_heads(shape) / tensor
         # If the context size does not divide the key-value heads, they are repeated for every head.
         if groups % context:
             groups = heads
-        return (heads + groups) * (shape.qk_dim + shape.value_dim)
+        return (heads + groups) * 2 * self.key_size(shape)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
-        """Count keys and values of a rank's key-value heads."""
-        return 2 * max(1, shape.kv_heads // tensor) * shape.head_dim
+        """Count the elements per token of the keys and values of a rank's key-value heads."""
+        return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the field of a gate on the output, if there is one."""
-        if not shape.output_gate:
-            return {}
-        return {"attention_output_gate": True}
+        """Return the fields of a gate on the output, and of layers with different heads."""
+        settings: dict[str, Any] = {}
+        if shape.output_gate:
+            settings["attention_output_gate"] = True
+        if self.head_dim or self.kv_heads:
+            # Tensors of different shapes are stored one by one, not those of all layers as one tensor.
+            settings["hetereogenous_dist_checkpoint"] = True
+        return settings
 
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
         """Refuse a gate on the output with more tensor-parallel ranks than key-value heads."""
-        if not shape.output_gate or layout.tensor <= shape.kv_heads:
+        if not shape.output_gate or layout.tensor <= self.key_value_heads(shape):
             return
 
         # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
         yield UserError(
             "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
             where=f"{layout.path}.tensor",
-            expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+            expected=f"at most {self.key_value_heads(shape)}, the key-value heads of {shape.name}",
             got=str(layout.tensor),
             fix=f"set {layout.path}.tensor to {shape.best_tensor(layout.tensor)} and use pipeline or "
             "data parallelism for the other ranks",
         )
 
+    def _fused_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that Transformer Engine's attention saves, with any recomputation.
 
-def _fused_elements(layer: LocalLayer) -> float:
-    """Count what attention of Transformer Engine saves for any recomputation, with flash attention."""
-    shape = layer.shape
-    heads = shape.heads / layer.tensor
-    if shape.sinks:
-        # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors, and
-        # its kernels take multiples of 8.
-        return heads * (4 * (shape.head_dim + 8) + shape.head_dim)
+        Its flash attention saves only its inputs and its output.
+        """
+        shape = layer.shape
+        head_dim = self.key_size(shape)
+        heads = shape.heads / layer.tensor
+        if shape.sinks:
+            # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors,
+            # and its kernels take multiples of 8.
+            return heads * (4 * (head_dim + 8) + head_dim)
 
-    # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
-    groups = shape.kv_heads / layer.tensor
-    queries = 2 + shape.qk_norm
-    if shape.output_gate:
-        queries += 1
-    return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
+        # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
+        groups = self.key_value_heads(shape) / layer.tensor
+        queries = 2 + shape.qk_norm
+        if shape.output_gate:
+            queries += 1
+        return head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
 
+    def _plain_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that this package's attention saves.
 
-def _plain_elements(layer: LocalLayer) -> float:
-    """Count what this package's attention saves, whose core sees a key and a value for every query head."""
-    shape = layer.shape
-    heads = shape.heads / layer.tensor
-    groups = shape.kv_heads / layer.tensor
-    projection = shape.head_dim * (heads + 2 * groups)
+        Its core (the products of queries, keys and values) has a key and a value for every query head.
+        """
+        shape = layer.shape
+        head_dim = self.key_size(shape)
+        heads = shape.heads / layer.tensor
+        groups = self.key_value_heads(shape) / layer.tensor
+        projection = head_dim * (heads + (2 - self.keys_are_values) * groups)
 
-    # Counted per query head, since keys and values are repeated. The last term is one float32 number.
-    core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
-    if shape.sinks:
-        # One more dimension of queries, keys, values and output.
-        core += 4 * heads
+        # The core saves queries, keys, values and output of every query head, since keys and values are
+        # repeated, and the float32 log-sum-exp of each head's softmax.
+        core = 4 * heads * head_dim + heads * layer.float32_elements
+        if shape.sinks:
+            # One more dimension of queries, keys, values and output.
+            core += 4 * heads
 
-    norms = 0.0
-    if shape.qk_norm:
-        norms = layer.plain_norm((heads + groups) * shape.head_dim, output=False)
-    if shape.whole_qk_norm:
-        # Inputs and normalised values in float32.
-        norms = 2 * (heads + groups) * shape.head_dim * layer.float32_elements
+        norms = 0.0
+        if shape.qk_norm:
+            norms = layer.plain_norm((heads + groups) * head_dim, output=False)
+        if self.value_norm:
+            # The input in float32, and one number of each head.
+            norms += groups * (head_dim + 1) * layer.float32_elements
+        if shape.whole_qk_norm:
+            # Inputs and normalised values in float32.
+            norms = 2 * (heads + groups) * head_dim * layer.float32_elements
 
-    # In float32, keys are saved as a view of the complete projection, and queries too if they are contiguous.
-    saves_views = shape.qk_norm and layer.dtype_bytes == 4
-    if saves_views:
-        viewed_heads = groups
-        if groups > 1:
-            viewed_heads += heads
-        norms += shape.head_dim * viewed_heads
+        # In float32, keys are saved as a view of the complete projection, and queries too if they are
+        # contiguous.
+        saves_views = shape.qk_norm and layer.dtype_bytes == 4
+        if saves_views:
+            viewed_heads = groups
+            if groups > 1:
+                viewed_heads += heads
+            norms += head_dim * viewed_heads
 
-    # Selective recomputation saves the core's inputs: the norms' outputs, or the projections.
-    if layer.recompute == "selective":
-        core = shape.head_dim * (heads + groups)
-        if not saves_views:
-            core += projection
-    output = heads * shape.value_dim
-    return core + output + 4 * shape.head_dim + norms
+        # Selective recomputation saves the core's inputs: the norms' outputs, or the projections.
+        if layer.recompute == "selective":
+            core = head_dim * (heads + groups)
+            if not saves_views:
+                core += projection
+        output = heads * head_dim
+        return core + output + 4 * head_dim + norms
 
 
 KIND = Attention

@@ -36,12 +36,12 @@ class LocalLayer:
     expert_tensor: int
     """Tensor-parallel size inside each routed expert."""
     token_shards: int
-    """`ParallelLayout.token_shards`."""
+    """Number of ranks that share a row's tokens between layers, see `ParallelLayout.token_shards`."""
     dtype_bytes: int
     """Bytes of an element of the model's dtype."""
     fused: bool
-    """The layer is Transformer Engine's; otherwise Megatron's plain layer with this package's norm and
-    attention, in which nothing is fused but the core of attention."""
+    """Whether the layer is Transformer Engine's. Otherwise it is Megatron's plain layer with this package's
+    norm and attention, in which nothing is fused but the core of attention."""
     recompute: str = "none"
     """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
 
@@ -51,13 +51,14 @@ class LocalLayer:
         return 4 / self.dtype_bytes
 
     def plain_norm(self, width: float, output: bool = True) -> float:
-        """Count the elements that a norm of a plain layer saves: float32 input, normalised values, output.
+        """Count the elements per token that a norm of a plain layer saves.
+
+        These are the float32 input, the normalised values and the output.
 
         ``output`` is false if no later layer saves the output.
         """
-        # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
-        if self.shape.pre_norms and self.shape.post_norms:
+        if self.shape.centered_norms:
             normalised = self.float32_elements
         return width * (self.float32_elements + normalised + output)
 
@@ -81,8 +82,12 @@ class Mixer(ABC):
     """Megatron's projection into which Transformer Engine fuses the norm before the mixer."""
     config_class: ClassVar[str] = "TransformerConfig"
     """Megatron's configuration class of a model with this mixer."""
+    kernel_size_name: ClassVar[str] = "a head size"
+    """Name of `kernel_size`, for errors."""
+    fuses_rotary: ClassVar[bool] = True
+    """Whether Megatron's fused rotary embedding can be used with packed rows."""
     takes_adapters: ClassVar[bool] = True
-    """Models with this mixer may have low-rank adapters."""
+    """Whether models with this mixer may have low-rank adapters."""
 
     @abstractmethod
     def weights(self, shape: ModelShape) -> Iterable[Weight]:
@@ -102,36 +107,56 @@ class Mixer(ABC):
         The residual stream and the mixer's input are not counted.
         """
 
+    def key_value_heads(self, shape: ModelShape) -> int:
+        """Return the number of heads of keys and values; 0 for a mixer without keys of each token."""
+        return 0
+
+    def key_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's query and key; 0 for a mixer without keys of each token."""
+        return 0
+
+    def value_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's value; 0 for a mixer without values of each token."""
+        return 0
+
+    def query_width(self, shape: ModelShape) -> int:
+        """Return the width of the queries of all heads, by which the planner estimates kernels."""
+        return shape.heads * shape.head_dim
+
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return the forward FLOPs of one token per key that it attends to, without those of projections."""
+        """Return the forward FLOPs of one token per key that it attends to, without projections."""
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token for any number of keys, without those of projections."""
+        """Return the forward FLOPs of one token that do not grow with its keys, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count the elements of a layer's cache per token of a row."""
+        """Count the elements of a layer's cache for one token of a sequence."""
         return 0
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
         """Return the number of shards into which ``tensor`` ranks of an engine divide the cache."""
         return 1
 
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size by which engines choose a kernel, such as that of a head; 0 if there is none."""
+        return 0
+
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a layer's cache per row that do not grow with its length."""
+        """Return the bytes of a layer's cache for one sequence that do not grow with its length."""
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number that a tensor-parallel size of a trained model must divide; 0 for no limit."""
+        """Return the heads, by number, that a trained tensor-parallel size must divide; 0 for no limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return heads besides the model's attention heads that tensor parallelism divides, by noun."""
+        """Return further heads that tensor parallelism divides: plural noun -> number."""
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token that context-parallel ranks exchange for complete rows and back."""
+        """Count the elements per token that context-parallel ranks exchange so that each has whole rows."""
         return 0.0
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
@@ -163,7 +188,7 @@ class FeedForward(ABC):
     name: ClassVar[str]
     """Name in `FEED_FORWARDS`, and of its module in Megatron."""
     routed: ClassVar[bool] = False
-    """A router selects among the ``experts`` of `ModelShape` for each token."""
+    """Whether a router selects among the ``experts`` of `ModelShape` for each token."""
 
     @abstractmethod
     def weights(self, shape: ModelShape) -> Iterable[Weight]:
@@ -171,7 +196,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the number of inner elements that are computed for a token."""
+        """Return the number of inner elements that are computed for a token, in all of its experts."""
 
     @abstractmethod
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -197,7 +222,7 @@ class FeedForward(ABC):
         return 0.0
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the widths that tensor parallelism divides, as (noun, width, size of `ParallelLayout`)."""
+        """Return the widths that tensor parallelism divides: (noun, width, size of `ParallelLayout`)."""
         return []
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:

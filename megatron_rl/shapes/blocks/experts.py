@@ -21,13 +21,13 @@ ROUTED_COPIES = 5
 
 @dataclass(frozen=True)
 class Experts(FeedForward):
-    """Mixture of experts with the sizes of `ModelShape`."""
+    """Mixture of experts: a router, routed experts and shared experts, with the sizes of `ModelShape`."""
 
     name: ClassVar[str] = "experts"
     routed: ClassVar[bool] = True
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield the router, the shared experts, and one entry for all routed experts."""
+        """Yield the parameters of the router and the shared experts, and one entry for all routed experts."""
         # Every rank routes its own tokens, so the router is replicated.
         router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
         yield Weight("mlp.router.weight", "whole", (router,))
@@ -56,29 +56,36 @@ class Experts(FeedForward):
             yield from biases(shape, name, source, shape.expert_width, fused, expert=True)
 
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the widths of the selected and of the shared experts together."""
+        """Return the summed widths of a token's routed experts and of the shared experts."""
         return shape.experts_per_token * shape.expert_width + shape.shared_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of shared and routed experts, of the routed tokens and of the router."""
+        """Count the saved elements per token: of all experts, of their inputs, and of the router."""
         shape = layer.shape
         # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
-        experts = shape.experts_per_token / layer.token_shards
-        computed = mlp_elements(layer, shape.shared_width / layer.tensor) + _expert_elements(layer) * experts
-        tokens = experts * layer.expert_tensor * shape.hidden
-        return computed + (tokens + _router_elements(layer) / layer.token_shards)
+        experts_per_token = shape.experts_per_token / layer.token_shards
+        shared = mlp_elements(layer, shape.shared_width / layer.tensor)
+        routed = _expert_elements(layer) * experts_per_token
+
+        # The input of each routed expert: a copy of the token's hidden state, gathered over expert-tensor
+        # ranks.
+        inputs = experts_per_token * layer.expert_tensor * shape.hidden
+        return shared + routed + (inputs + _router_elements(layer) / layer.token_shards)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the routed tokens: sorted, exchanged, sorted by expert, multiplied, and combined."""
+        """Count the elements of the copies of a token for its routed experts.
+
+        Copies are sorted, exchanged, sorted by expert, multiplied, and combined.
+        """
         shape = layer.shape
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the hidden states of any feed-forward, and one more for the output of the shared experts."""
+        """Return the hidden states of any feed-forward, and one more for the output of shared experts."""
         return 4 + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count copies of routed tokens besides the saved one; in fused layers, the gradients of two."""
+        """Count the elements of unsaved copies of routed tokens; in fused layers of two gradients."""
         shape = layer.shape
         copies = ROUTED_COPIES - 1
         if layer.fused:
@@ -86,14 +93,14 @@ class Experts(FeedForward):
         return copies * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the widths of the shared experts together, and of one routed expert."""
+        """Return the total width of the shared experts, and the width of one routed expert."""
         return [
             ("shared experts' width", shape.shared_width, "tensor"),
             ("experts' width", shape.expert_width, "expert_tensor"),
         ]
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return sizes and routing; balancing losses are off unless the user sets them."""
+        """Return Megatron's settings of the experts; balancing losses are off unless the user sets them."""
         settings: dict[str, Any] = {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.expert_width,
@@ -128,24 +135,31 @@ class Experts(FeedForward):
 
 
 def _expert_elements(layer: LocalLayer) -> float:
-    """Count the saved elements of one routed expert, per token that is routed to it."""
+    """Count the elements that one routed expert saves for each token that is routed to it."""
     width = layer.shape.expert_width
     # With biases the activation is not fused, and saves its bounded input and its sigmoid, too.
     if layer.shape.expert_bias:
         return 8 * width
+
     if layer.fused:
         return mlp_elements(layer, width)
+
     # The elements of an MLP, and its product times the router's weight.
     return 6 * width
 
 
 def _router_elements(layer: LocalLayer) -> float:
-    """Count the elements of all experts' logits and probabilities, and the selected ones' in float32."""
+    """Count the elements per token that the router saves: numbers of all experts and of the selected ones."""
     shape = layer.shape
     if layer.fused:
+        # Logits and probabilities of all experts.
         return 2.0 * shape.experts
+
+    # Logits of all experts in the model's dtype, and a mask of the selected ones with a byte each.
+    all_experts = shape.experts * (1 + 1 / layer.dtype_bytes)
+    # Probabilities and indices of the selected experts: together 20 bytes for each of them.
     selected = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
-    return shape.experts * (1 + 1 / layer.dtype_bytes) + selected
+    return all_experts + selected
 
 
 KIND = Experts

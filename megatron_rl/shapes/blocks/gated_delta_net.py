@@ -22,12 +22,12 @@ _STATE_BYTES = 4
 """Bytes of an element of the state, which engines and kernels store in float32."""
 
 _CHUNK_TOKENS = 64
-"""Tokens of a chunk of the torch rule, which saves the state at each chunk's start."""
+"""Tokens of a chunk in PyTorch's implementation of the rule, which saves the state at each chunk's start."""
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """Gated delta net with the ``linear_`` sizes of `ModelShape`."""
+    """Mixer with a recurrent state in place of keys, with the ``linear_`` sizes of `ModelShape`."""
 
     name: ClassVar[str] = "gated_delta_net"
     noun: ClassVar[str] = "gated delta nets"
@@ -37,7 +37,7 @@ class GatedDeltaNet(Mixer):
     takes_adapters: ClassVar[bool] = False
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield the input projections, the convolution, the decay, the norm and the output projection."""
+        """Yield the parameters of the input projections, convolution, decay, norm and output projection."""
         keys = shape.linear_qk
         values = shape.linear_v
         numbers = shape.linear_v_heads
@@ -80,7 +80,7 @@ class GatedDeltaNet(Mixer):
         yield _weight("out_proj.weight", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of projections, convolution, repeated heads and outputs.
+        """Count the saved elements per token: projections, convolution, repeated heads and outputs.
 
         Selective recomputation has no effect: a delta net has no core of attention. In fused layers the
         kernels of flash-linear-attention compute the states of chunks again in the backward pass.
@@ -96,29 +96,30 @@ class GatedDeltaNet(Mixer):
 
         elements = projections + convolution + repeated + outputs
         if not layer.fused:
+            # The state at the start of each chunk, in float32.
             elements += _matrix_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of a plain layer that are saved: all of them are alive at once."""
+        """Count the elements per token that a plain layer saves: all of them are alive at once."""
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the FLOPs of three products with the state: read, update, and read again."""
+        """Return the FLOPs per token of three products with the state: read, update and read again."""
         return 6.0 * shape.linear_qk * shape.linear_v_head_dim
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of the matrices in float32, and of the convolution's last inputs."""
+        """Return the bytes of a row's state matrices in float32, and of the convolution's last inputs."""
         matrices = _matrix_elements(shape) * _STATE_BYTES
         conv_inputs = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
         return matrices + conv_inputs
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return the key heads."""
+        """Return the number of key heads, which the tensor-parallel size must divide."""
         return {"key heads of gated delta nets": shape.linear_k_heads}
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the sizes, and the layers that are delta nets."""
+        """Return Megatron's sizes of delta nets, and which layers have one."""
         # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
         return {
             "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
@@ -132,7 +133,7 @@ class GatedDeltaNet(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse context parallelism, which divides rows."""
+        """Refuse context parallelism: it divides the tokens of a row, whose states depend on one another."""
         if layout.context == 1:
             return
         yield UserError(
@@ -145,7 +146,7 @@ class GatedDeltaNet(Mixer):
 
 
 def _weight(name: str, cut: Cut, *sources: Source) -> Weight:
-    """Return a parameter of the module; the sources are named below ``linear_attn``."""
+    """Make a weight of the delta net; names of its sources are below ``linear_attn`` in checkpoints."""
     renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
     return Weight(f"self_attention.{name}", cut, renamed)
 

@@ -17,15 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
-    """Latent attention with the sizes of `ModelShape`."""
+    """Attention whose keys and values are expanded from one latent, with the sizes of `ModelShape`."""
 
     name: ClassVar[str] = "latent_attention"
     noun: ClassVar[str] = "layers of latent attention"
     config_class: ClassVar[str] = "MLATransformerConfig"
+    kernel_size_name: ClassVar[str] = "kv_lora_rank + qk_rope_head_dim"
+    fuses_rotary: ClassVar[bool] = False
+
+    def key_value_heads(self, shape: ModelShape) -> int:
+        """Return the attention heads: every head has a separate key and value once the latent is expanded."""
+        return shape.heads
+
+    def key_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's query and key, with and without rotary positions together."""
+        return shape.qk_nope + shape.qk_rope
+
+    def value_size(self, shape: ModelShape) -> int:
+        """Return the size of one head's value once the latent is expanded."""
+        return shape.v_head_dim
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the projections down to latents and up to heads, their norms, and the output projection."""
-        query_rows = shape.heads * shape.qk_dim
+        query_rows = shape.heads * self.key_size(shape)
         latent = shape.kv_lora
 
         # Queries: one projection, or down to a latent and up again.
@@ -57,54 +71,70 @@ class LatentAttention(Mixer):
         yield _weight("linear_proj", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of queries, keys, values, latents and the output."""
+        """Count the saved elements per token: queries, keys, values, latents and the output of attention."""
         shape = layer.shape
         heads = shape.heads / layer.tensor
         if layer.fused:
-            core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
+            # Queries and keys, the keys' part without rotary positions on its own, values and output.
+            core = heads * (2 * self.key_size(shape) + shape.qk_nope + 2 * shape.v_head_dim)
+            # Latents before and after their norms.
             return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
-        # Queries, keys, values and output, and one float32 number; or only the inputs.
-        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * layer.float32_elements
+        # The core saves queries, keys, values and output of every head, and the float32 log-sum-exp of each
+        # head's softmax. With selective recomputation it saves only its inputs: queries, keys and values.
+        core = 2 * heads * (self.key_size(shape) + shape.v_head_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
-            core = heads * (2 * shape.qk_dim + shape.v_head_dim)
-        output = heads * shape.value_dim
+            core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
+        output = heads * shape.v_head_dim
         latent_norms = layer.plain_norm(shape.q_lora + shape.kv_lora) / layer.token_shards
         return core + output + 4 * shape.qk_rope + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count queries, keys and values, and copies of them with the tokens of a row together."""
+        """Count the elements per token of queries, keys and values, and of copies with contiguous rows."""
         shape = layer.shape
-        return shape.heads / layer.tensor * (4 * shape.qk_dim + 3 * shape.v_head_dim)
+        return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 a (d_qk + d_v): an element of a query times a key, of a probability times a value."""
-        return 2 * shape.heads * (shape.qk_dim + shape.value_dim)
+        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
+
+        A query element is multiplied by one of the key, and a probability by each element of the value.
+        """
+        return 2 * shape.heads * (self.key_size(shape) + shape.v_head_dim)
 
     def cache_elements(self, shape: ModelShape) -> int:
-        """Count the latent and the rotary key that all heads share."""
+        """Count the elements of a token's latent, and of its rotary key, which all heads share."""
         return shape.kv_lora + shape.qk_rope
 
+    def kernel_size(self, shape: ModelShape) -> int:
+        """Return the size of a token's cache, by which engines choose a kernel: all heads share it."""
+        return self.cache_elements(shape)
+
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the attention heads: the latent has none."""
+        """Return the number of attention heads: the latent itself has no heads that could be divided."""
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count queries, outputs, keys and values: every head has separate ones."""
-        return 2 * shape.heads / tensor * (shape.qk_dim + shape.value_dim)
+        """Count the elements per token of a rank's queries, outputs, keys and values.
+
+        Every head has a separate key and value.
+        """
+        return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
-        """Count the latent and the rotary key."""
+        """Count the elements of a token's latent and rotary key."""
         return shape.kv_lora + shape.qk_rope
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the sizes; every query head has a separate key and value once the latent is expanded."""
+        """Return Megatron's sizes of latent attention, with a key-value head for each query head.
+
+        Once the latent is expanded, every query head has a separate key and value.
+        """
         return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
 
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse Megatron's fused rotary embedding."""
+        """Refuse Megatron's fused rotary embedding, which cannot compute latent attention on packed rows."""
         if not settings.get("apply_rope_fusion"):
             return
 
@@ -136,7 +166,7 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
-    """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
+    """Make a weight of latent attention; ``source`` is named below ``self_attn`` in checkpoints."""
     prefix = "self_attention."
     fused_name = ""
     if fused:

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mlp(FeedForward):
-    """MLP of ``mlp_width`` inner elements."""
+    """Dense MLP of all models, with the ``mlp_width`` of `ModelShape` as the number of inner elements."""
 
     name: ClassVar[str] = "mlp"
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield the matrices and their biases."""
+        """Yield the two weight parameters of the MLP, and their biases if it has any."""
         yield from matrices(shape, "mlp.", "mlp.", shape.mlp_width)
         if shape.mlp_bias:
             yield from biases(shape, "mlp.", "mlp.", shape.mlp_width)
 
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the width of the MLP."""
+        """Return the number of the MLP's inner elements per token."""
         return shape.mlp_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of a rank's shard of the width."""
+        """Count the saved elements per token of a rank's shard of the MLP's width."""
         return mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count gate and up, the activation, up plus its offset, and their product."""
+        """Count the elements per token of gate, up, the activation, up plus its offset, and their product."""
         return 5 * layer.shape.mlp_width / layer.tensor
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
@@ -79,7 +79,7 @@ def matrices(
 def biases(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
-    """Yield the biases of `matrices`, with the same arguments."""
+    """Yield the biases of the matrices that `matrices` yields for the same arguments."""
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
     fused_inner = fused.format(linear="linear_fc1", expert="{expert}")

@@ -11,6 +11,7 @@ from megatron_rl.shapes.family import (
     rope_parameters,
     sliding_window_fields,
 )
+from megatron_rl.shapes.fused_experts import FusedExperts
 
 
 def _structure(reader: ConfigReader) -> Fields:
@@ -80,5 +81,5 @@ FAMILY = Family(
         "rms_norm_eps": 1e-5,
     },
     renamed=(("mlp.gate.", "mlp.router."),),
-    interleaved_experts=True,
+    fused_experts=FusedExperts(transposed=True, interleaved=True),
 )

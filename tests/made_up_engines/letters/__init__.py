@@ -38,7 +38,7 @@ class LetterServer:
             raise ServerError(f"{self.url}/{path}: {error}") from error
 
     async def generate(
-        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+        self, session: aiohttp.ClientSession, request: GenerationRequest, weights_name: str, timeout: float
     ) -> Completion:
         # The protocol is this engine's own; only the method names are prescribed.
         letter = {
@@ -50,7 +50,7 @@ class LetterServer:
             "done": request.done,
         }
 
-        limit = aiohttp.ClientTimeout(total=seconds)
+        limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with session.post(f"{self.url}/generate", json=letter, timeout=limit) as reply:
                 answer = (await reply.json())["answer"]
@@ -58,8 +58,8 @@ class LetterServer:
             raise ServerError(f"{self.url}: {error}") from error
 
         # A server that was restarted may have lost its weights since the last check.
-        if answer["weights"] != weights:
-            raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights}")
+        if answer["weights"] != weights_name:
+            raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights_name}")
         return Completion(request.number, answer["tokens"], answer["log_probs"], answer["finish_reason"])
 
     def require_fit(self, config: RunConfig) -> int:
@@ -77,18 +77,18 @@ class LetterServer:
     def workers(self) -> int:
         return 1
 
-    def reset_updates(self, seconds: float) -> None:
-        self._write("reset", {}, seconds)
+    def reset_updates(self, timeout: float) -> None:
+        self._write("reset", {}, timeout)
 
-    def pause(self, seconds: float) -> None: ...
+    def pause(self, timeout: float) -> None: ...
 
-    def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
-        self._write("join", rendezvous, seconds)
+    def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
+        self._write("join", rendezvous, timeout)
 
-    def start_update(self, seconds: float) -> None: ...
+    def start_update(self, timeout: float) -> None: ...
 
-    def receive_weights(self, version: int, seconds: float) -> None:
-        self._write("receive", {"version": version}, seconds)
+    def receive_weights(self, version: int, timeout: float) -> None:
+        self._write("receive", {"version": version}, timeout)
 
-    def finish_update(self, name: str, seconds: float) -> None:
-        self._write("finish", {"name": name}, seconds)
+    def finish_update(self, name: str, timeout: float) -> None:
+        self._write("finish", {"name": name}, timeout)

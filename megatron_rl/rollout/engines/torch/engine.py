@@ -19,16 +19,16 @@ from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     draw,
-    filtered_logits,
-    filters,
     is_greedy,
-    log_prob_temperature,
     ruled_logits,
+    sampled_logits,
+    sampling_at,
     truncates,
 )
 from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
-from megatron_rl.shapes.fused_experts import expert_tensors
+from megatron_rl.shapes.fused_experts import FusedExperts, expert_tensors
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -92,6 +92,7 @@ class CachingDecoder:
         self._cache.reorder_cache(index)
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append ``tokens`` [B, n] to the cache; return the logits [B, V] after the last ones."""
         output = self._model(
             input_ids=tokens,
             attention_mask=self._mask,
@@ -108,10 +109,10 @@ class CachingDecoder:
 class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
-    ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
-    as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
-    together. Requests with stop texts need ``stops``.
+    ``model`` has the parameters of ``parameters()`` and ``boxes()``; None for a decoder without weights.
+    ``tensor_name`` maps their names to the names of checkpoints, and ``fused_experts`` is how the model
+    stores the experts of a layer in one parameter. ``max_model_len`` bounds a sequence, prompt included.
+    ``batch_rows`` sequences are decoded together. Requests with stop texts need ``stops``.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class TorchEngine:
         *,
         model: torch.nn.Module | None = None,
         tensor_name: Callable[[str], str] = str,
-        interleaved: bool = False,
+        fused_experts: FusedExperts | None = None,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
@@ -136,7 +137,7 @@ class TorchEngine:
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
-        self._interleaved = interleaved
+        self._fused_experts = fused_experts or FusedExperts()
         self._rank = rank
         self._stops = stops
         # Number of a request -> the request, in the order of submission.
@@ -176,7 +177,7 @@ class TorchEngine:
             lambda: CachingDecoder(model),
             model=model,
             tensor_name=pretrained.family.tensor_name,
-            interleaved=pretrained.family.interleaved_experts,
+            fused_experts=pretrained.family.fused_experts,
             stops=StopTexts.of_model(path),
             **options,
         )
@@ -186,7 +187,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def _read_weights(self, files: CheckpointFiles) -> None:
-        """Fill the model from a checkpoint."""
+        """Fill the model with the weights in a checkpoint's files."""
         parameters = self.parameters()
         for box in self.boxes():
             values = files.read(box.name, box.start, box.size)
@@ -237,10 +238,7 @@ class TorchEngine:
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by transformers' name, with the biases that balance experts.
-
-        In transformers these biases are buffers, but checkpoints have them as tensors.
-        """
+        """Return the model's weights by transformers' name, buffers among them (`is_buffer`)."""
         if self._model is None:
             return {}
 
@@ -248,7 +246,7 @@ class TorchEngine:
         for name, parameter in self._model.named_parameters():
             storages[name] = parameter.data
         for name, buffer in self._model.named_buffers():
-            if name.endswith(".e_score_correction_bias"):
+            if is_buffer(name):
                 storages[name] = buffer
 
         return storages
@@ -257,8 +255,11 @@ class TorchEngine:
         """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
         boxes = []
         for storage, parameter in self.parameters().items():
-            for name, tensor in _checkpoint_tensors(storage, parameter, self._interleaved):
+            # transformers has all experts of a layer in one parameter.
+            locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
+            for name, location in locations.items():
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
+                tensor = location.part(parameter)
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
@@ -286,34 +287,6 @@ class TorchEngine:
     def close(self) -> None:
         """Release the model."""
         self._model = None
-
-
-def _checkpoint_tensors(
-    name: str,
-    parameter: Tensor,
-    interleaved: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
-
-    ``interleaved``: whether expert weights are transposed and gate and up columns alternate, as in gpt-oss.
-    """
-    if interleaved:
-        for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():
-            yield tensor_name, location.part(parameter)
-        return
-
-    layer, separator, matrix = name.partition("mlp.experts.")
-    if not separator:
-        yield name, parameter
-        return
-
-    projections = (matrix,)
-    if matrix == "gate_up_proj":
-        projections = ("gate_proj", "up_proj")
-    for expert, weight in enumerate(parameter):
-        slices = weight.chunk(len(projections))
-        for projection, tensor in zip(projections, slices, strict=True):
-            yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
 def _decode(
@@ -346,7 +319,10 @@ def _decode(
     active = list(range(len(requests)))
     logits = decoder.start([request.tokens for request in requests])
     while active:
-        sampling = [requests[row].sampling for row in active]
+        sampling = [
+            sampling_at(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
+            for row in active
+        ]
         active_generators = [generators[row] for row in active]
         active_prompts = [prompts[row] for row in active]
         responses = [[*partial_responses[row], *tokens[row]] for row in active]
@@ -363,8 +339,11 @@ def _decode(
             tokens[row].append(token)
             log_probs[row].append(log_prob_list[index])
             if truncates(request.sampling):
-                support_ids = masks[index].nonzero()[:, 0]
-                support[row].append(support_ids.tolist())
+                support_ids: list[int] = []
+                # A filter may begin or end within a turn: the other tokens have the full vocabulary.
+                if truncates(sampling[index]):
+                    support_ids = masks[index].nonzero()[:, 0].tolist()
+                support[row].append(support_ids)
 
             search = searches[row]
             completes_text = search is not None and search.append(token)
@@ -375,7 +354,7 @@ def _decode(
 
         # Shrink the batch, then decode the next position.
         if len(unfinished) < len(active):
-            # `keep` takes indices in the current batch.
+            # `select_rows` takes indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
                 decoder.select_rows(unfinished)
@@ -409,17 +388,13 @@ def _sample(
     sampling: Sequence[SamplingParameters],
     generators: Sequence[torch.Generator],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [B, V].
+    """Draw one token per row of ``logits`` [B, V]; ``sampling`` has constant temperatures and filters.
 
     Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
     """
-    device = logits.device
     is_greedy_row = [is_greedy(parameters) for parameters in sampling]
-    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
-    greedy = torch.tensor(is_greedy_row, device=device)
-    temperature = torch.tensor(temperatures, device=device)
-
-    filtered = filtered_logits(logits, temperature, *filters(sampling, device))
+    greedy = torch.tensor(is_greedy_row, device=logits.device)
+    filtered = sampled_logits(logits, sampling)
     tokens = draw(filtered, greedy, generators)
     # Normalised over the support: the distribution that was sampled.
     all_log_probs = filtered.log_softmax(dim=1)

@@ -84,7 +84,8 @@ class Update(WeightTransferUpdateInfo):
 
 
 Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
-"""Connects a rank: (rendezvous, this process's vLLM weights, rank) -> (transfer, function that leaves it)."""
+"""Function that connects a rank: (rendezvous, this process's vLLM weights or None, rank) -> (transfer,
+function that leaves its process group)."""
 
 _connect: list[Connect] = []
 """The function that `register` received. Module state, since vLLM constructs the backends itself."""
@@ -125,7 +126,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         """Do nothing: `receive_weights` has finished the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one complete update."""
+        """Receive one complete update of the weights, described by the fields of `Update`."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def shutdown(self) -> None:

@@ -3,7 +3,7 @@
 A request of the scheduler is one request of vLLM, unless the engine *retains* it: an interrupted request can
 stay in vLLM through a weight update (`rollout.on_update: keep`), and its continuation is then the same
 request of vLLM. So an open request has two `GenerationRequest`: the one that vLLM received, and the current
-one, which asks for the rest.
+one, for the tokens that earlier completions have not returned.
 """
 
 from __future__ import annotations
@@ -217,9 +217,12 @@ class VllmEngine:
         }
         if self._truncates:
             arguments |= replay.support_arguments()
+        # On accelerators in this order: rules precede the temperature and the filters.
+        processors = replay.logits_processors(config)
         if config.bans_ngrams:
-            processors = arguments.get("logits_processors", [])
-            arguments["logits_processors"] = [*processors, *rules.logits_processors()]
+            processors = [*rules.logits_processors(), *processors]
+        if processors:
+            arguments["logits_processors"] = processors
         if self._records:
             arguments |= replay.routing_arguments()
 
@@ -291,8 +294,8 @@ class VllmEngine:
 
         parameters = _sampling_parameters(request)
         support = None
-        if self._truncates:
-            support = replay.add_filters(parameters, request.sampling)
+        if self._truncates or request.sampling.changes_over_tokens:
+            support = replay.add_filters(parameters, request)
         else:
             # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,
             # which report no support, suffice.
@@ -347,10 +350,10 @@ class VllmEngine:
                 if output.finished and output.request_id in self._open:
                     request = self._open.pop(output.request_id)
                     completions.append(self._completion(request, output.outputs[0]))
-            completions += self._stopped()
+            completions += self._end_stopped_requests()
         return completions
 
-    def _stopped(self) -> list[Completion]:
+    def _end_stopped_requests(self) -> list[Completion]:
         """End the requests whose last tokens complete a stop text; return their completions.
 
         Not by vLLM's own `stop`: it would search each request for itself, without the tokens of a turn in
@@ -368,8 +371,8 @@ class VllmEngine:
         return completions
 
     def _completion(self, request: _OpenRequest, output: Any) -> Completion:
-        """Convert an output of vLLM, without the tokens that earlier completions returned."""
-        completion = _converted(request.current.number, output)
+        """Return the completion of a request from vLLM's output, without tokens of earlier completions."""
+        completion = _convert_output(request.current.number, output)
         if not completion.tokens:
             return completion
 
@@ -380,7 +383,7 @@ class VllmEngine:
             log_probs=completion.log_probs[first:],
         )
         if self._truncates:
-            support = replay.support_of(output, request.support, request.original.sampling)
+            support = replay.support_of(output, request.support, request.original)
             completion = replace(completion, support=support[first:])
         if self._records:
             experts = replay.experts_of(output, request.parameters, request.original)
@@ -549,8 +552,8 @@ def _request_state(processor: Any, name: str) -> Any:
     return processor.request_states[internal_name]
 
 
-def _converted(number: int, output: Any) -> Completion:
-    """Return the tokens, log-probs and finish reason of a vLLM output."""
+def _convert_output(number: int, output: Any) -> Completion:
+    """Return the completion of a request with the tokens, log-probs and finish reason of a vLLM output."""
     log_probs: list[float] = []
     if output.logprobs is not None:
         # The first entry of a position is the sampled token's; further ones are vLLM's top tokens.
@@ -563,7 +566,7 @@ def _converted(number: int, output: Any) -> Completion:
 
 
 def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
-    """Return the error of a model or of settings that vLLM refuses."""
+    """Return the error for a model or settings that vLLM refuses with ``error``."""
     settings = ""
     if config.vllm:
         settings = f", or one of rollout.vllm: {', '.join(config.vllm)}"

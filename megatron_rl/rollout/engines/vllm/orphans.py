@@ -18,6 +18,7 @@ _ENGINE_NAME = "EngineCore"
 """Prefix of the name of a server's engine processes in vLLM."""
 
 _POLL_SECONDS = 1.0
+"""Interval at which the watchdog checks whether the server exists."""
 
 
 def end_with_server() -> None:

@@ -7,49 +7,75 @@ so that the trainer routes it the same way.
 On accelerators vLLM's newer model runner reports both. The host has only the older runner, so hooks of this
 module record them there: a logits processor and a capture function of the routers. A hook finds its request's
 record in the request's ``extra_args``.
+
+vLLM's temperature and filters are constant in a request. For requests whose temperature or top-p changes over
+tokens, the logits processors of this module apply both in vLLM's place.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.rollout.sampling import filtered_logits, filters, is_greedy, truncates
+from megatron_rl.rollout.sampling import is_greedy, sampled_logits, sampling_at, truncates
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 Support = dict[int, list[int]]
 """Support of the draws of one request: number of tokens sampled before -> token ids."""
 
-_SUPPORT_KEY = "megatron_rl"
+_SAMPLING_KEY = "megatron_rl"
+"""Key of a request's sampling parameters and support record in its ``extra_args``."""
 _EXPERTS_KEY = "megatron_rl_experts"
+"""Key of a request's record of experts in its ``extra_args``."""
 
 _EVERY_TOKEN = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
 
 
 def support_arguments() -> dict[str, Any]:
-    """Return the engine arguments that requests with filters need."""
+    """Return the engine arguments that requests with filters need, besides `logits_processors`."""
     if device.on_host():
-        return {"logits_processors": [_processor()]}
+        return {}
     return {"return_sampling_mask": True}
 
 
-def add_filters(parameters: Any, sampling: SamplingParameters) -> Support | None:
-    """Add the filters to a request's vLLM parameters; return the record of its support.
-
-    Returns None if vLLM reports the support itself, or nothing is filtered.
-    """
+def logits_processors(config: RolloutConfig) -> list[type]:
+    """Return the classes of logits processors that an engine needs for filters and schedules over tokens."""
     if device.on_host():
-        if not truncates(sampling):
+        if config.truncates or config.changes_over_tokens:
+            return [_host_processor()]
+    elif config.changes_over_tokens:
+        return [accelerator_processor()]
+    return []
+
+
+def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
+    """Add filters and schedules over tokens to a request's vLLM parameters; return the record of its support.
+
+    Returns None if vLLM reports the support itself, or if vLLM's own sampling is that of the request.
+    """
+    sampling = request.sampling
+    if device.on_host():
+        if not truncates(sampling) and not sampling.changes_over_tokens:
             return None
+        # The processor divides by the temperature, and filters.
         support: Support = {}
-        parameters.extra_args = {_SUPPORT_KEY: (sampling, support)}
+        parameters.temperature = 1.0
+        parameters.extra_args = {_SAMPLING_KEY: (sampling, request.turn_tokens, support)}
         return support
+
+    if sampling.changes_over_tokens:
+        parameters.temperature = 1.0
+        parameters.top_k = _EVERY_TOKEN
+        turn_start = len(request.tokens) - request.turn_tokens
+        parameters.extra_args = {_SAMPLING_KEY: (sampling, turn_start)}
+        return None
 
     # With return_sampling_mask vLLM refuses temperature 0, and requests without top-k.
     if is_greedy(sampling):
@@ -65,24 +91,33 @@ def add_filters(parameters: Any, sampling: SamplingParameters) -> Support | None
 def support_of(
     output: Any,
     support: Support | None,
-    sampling: SamplingParameters,
+    request: GenerationRequest,
 ) -> list[list[int]]:
     """Return the support of each token of a vLLM output, empty for a request without filters."""
+    sampling = request.sampling
+    if not truncates(sampling):
+        return []
     if support is not None:
         return [support[position] for position in range(len(output.token_ids))]
-    if truncates(sampling):
+    if not sampling.changes_over_tokens:
         return output.sampling_mask.token_ids
-    return []
+
+    # A filter may begin or end within a turn: the other tokens have the full vocabulary.
+    supports = []
+    for position, token_ids in enumerate(output.sampling_mask.token_ids, start=request.turn_tokens):
+        is_filtered = truncates(sampling_at(sampling, position))
+        supports.append(token_ids if is_filtered else [])
+    return supports
 
 
 @cache
-def _processor() -> type:
+def _host_processor() -> type:
     """Return the class of the host's logits processor; it is defined here because vLLM is imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-    class TruncatingProcessor(LogitsProcessor):
-        """Logits processor that filters the requests with a support record, and writes the record."""
+    class SamplingProcessor(LogitsProcessor):
+        """Logits processor that applies a request's temperature and filters, and records its support."""
 
         def __init__(
             self,
@@ -90,50 +125,103 @@ def _processor() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
-            self._requests: dict[int, tuple[SamplingParameters, Support, list[int]]] = {}
+            self._requests: dict[int, _HostRequest] = {}
 
         # Filters never remove the most likely token, so vLLM may skip them for greedy requests.
         def is_argmax_invariant(self) -> bool:
             return True
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self._requests, batch_update, _truncating_request)
+            process_dict_updates(self._requests, batch_update, _host_request)
 
         def apply(self, logits: Tensor) -> Tensor:
             if not self._requests:
                 return logits
 
-            # vLLM has applied the temperature already.
+            requests = self._requests.values()
             rows = torch.tensor(list(self._requests), device=logits.device)
-            sampling = [request_sampling for request_sampling, _, _ in self._requests.values()]
-            temperature = torch.ones(len(rows), device=logits.device)
-            filtered = filtered_logits(logits[rows], temperature, *filters(sampling, logits.device))
-            logits[rows] = filtered
+            sampling = [request.sampling_now for request in requests]
+            processed = sampled_logits(logits[rows], sampling)
+            logits[rows] = processed
 
-            masks = filtered > -torch.inf
-            for mask, (_, support, tokens) in zip(masks, self._requests.values(), strict=True):
+            masks = processed > -torch.inf
+            for mask, parameters, request in zip(masks, sampling, requests, strict=True):
+                token_ids: list[int] = []
+                # A filter may begin or end within a turn: the other tokens have the full vocabulary.
+                if truncates(parameters):
+                    token_ids = mask.nonzero()[:, 0].tolist()
                 # A chunked prefill passes here after each chunk; the last one overwrites the entry.
-                token_ids = mask.nonzero()[:, 0]
-                support[len(tokens)] = token_ids.tolist()
+                request.support[len(request.tokens)] = token_ids
             return logits
 
-    return TruncatingProcessor
+    return SamplingProcessor
 
 
-def _truncating_request(
-    parameters: Any,
-    _: Any,
-    tokens: list[int],
-) -> tuple[SamplingParameters, Support, list[int]] | None:
-    """Return the processor's entry for a new request, or None if there is no support record.
+class _HostRequest(NamedTuple):
+    """Entry of the host's logits processor for one request."""
 
-    vLLM appends to ``tokens`` as it samples, so its length is the number of tokens sampled so far.
-    """
-    record = (parameters.extra_args or {}).get(_SUPPORT_KEY)
+    sampling: SamplingParameters
+    """Sampling parameters of the request."""
+    turn_tokens: int
+    """Number of tokens that were sampled in the turn before the request."""
+    support: Support
+    """Record of the support."""
+    tokens: list[int]
+    """Tokens sampled so far, to which vLLM appends."""
+
+    @property
+    def sampling_now(self) -> SamplingParameters:
+        """Return the parameters of the token that is sampled next."""
+        return sampling_at(self.sampling, self.turn_tokens + len(self.tokens))
+
+
+def _host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
+    """Return the processor's entry for a new request, or None if vLLM's own sampling is the request's."""
+    record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
         return None
-    sampling, support = record
-    return sampling, support, tokens
+    sampling, turn_tokens, support = record
+    return _HostRequest(sampling, turn_tokens, support, tokens)
+
+
+@cache
+def accelerator_processor() -> type:
+    """Return the class of the logits processor of the newer model runner, which accelerators have."""
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+    class ScheduleProcessor(LogitsProcessor):
+        """Logits processor for temperatures and filters that change over tokens, in place of vLLM's."""
+
+        def __init__(self, vllm_config: Any, req_states: Any) -> None:
+            # Slot of a request -> its sampling parameters, and the index of its turn's first token.
+            self._requests: dict[int, tuple[SamplingParameters, int]] = {}
+
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            # Slots are used again, so a request without a schedule removes an entry, too.
+            self._requests.pop(req_idx, None)
+            record = (sampling_params.extra_args or {}).get(_SAMPLING_KEY)
+            if record is None:
+                return False
+            self._requests[req_idx] = record
+            return True
+
+        def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+            # A request has one row, since nothing is drafted, and the bound of its length is then exact.
+            lengths = ctx.seq_lens_upper_bound_np.tolist()
+            rows: list[int] = []
+            sampling: list[SamplingParameters] = []
+            for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+                if slot in self._requests:
+                    parameters, turn_start = self._requests[slot]
+                    rows.append(row)
+                    # Within a chunked prefill nothing is sampled, and the position would be negative.
+                    sampling.append(sampling_at(parameters, max(0, lengths[row] - turn_start)))
+            if rows:
+                index = torch.tensor(rows, device=logits.device)
+                logits[index] = sampled_logits(logits[index], sampling)
+            return logits
+
+    return ScheduleProcessor
 
 
 def routing_arguments() -> dict[str, Any]:
@@ -190,9 +278,9 @@ def add_expert_record(
 
 
 def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
-    """Return the experts of a request's and its output's tokens but the last: [tokens, layers, k] int16.
+    """Return the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
-    The last token was sampled, but never an input of the model.
+    The last token is left out: it was sampled, but never an input of the model.
     """
     count = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():

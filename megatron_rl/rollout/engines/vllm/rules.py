@@ -17,6 +17,7 @@ from megatron_rl.rollout.sampling import ban_repeated_ngrams
 from megatron_rl.rollout.types import GenerationRequest
 
 _SIZE_KEY = "megatron_rl_ngram_size"
+"""Key of a request's `no_repeat_ngram_size` in its ``extra_args``."""
 
 
 def logits_processors() -> list[type]:

@@ -28,7 +28,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator, create_communicators
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import engine_config, read_json
+from megatron_rl.shapes.pretrained import engine_config, read_config
 
 _REQUIRED = {
     # The engine runs in this process, so that its weights can be written in place.
@@ -47,7 +47,9 @@ _DEFAULTS = {
 """Environment variables that a user's own take precedence over."""
 
 _HOST_CACHE_BYTES = 2**30
+"""Largest size of a rank's key-value cache on the host, unless one sequence needs more."""
 _HOST_CACHE_ROWS = 256
+"""Number of sequences of full length for which that cache has room, if the size permits."""
 
 _HOST_BLOCK = 128
 """Tokens of a block of the key-value cache in vLLM's attention on the host."""
@@ -422,7 +424,7 @@ def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     the ``model_type`` of transformers' class in this process to one that it knows as an alias, such as
     kimi_k2, which exports would then have.
     """
-    config = read_json(path / "config.json")
+    config = read_config(path / "config.json")
     language_model = engine_config(config)
     if language_model is config:
         yield {}

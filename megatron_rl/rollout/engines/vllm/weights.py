@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.distributed import device
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, requires
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
-from megatron_rl.shapes.fused_experts import stored_shapes
+from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
+from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import boxes_of_experts, check_coverage
@@ -191,22 +191,19 @@ def trace_weights(
     and biases that another rank adds.
     """
     dtype = next(iter(parameters.values())).dtype
-    interleaved = _has_interleaved_experts(model)
-    if interleaved:
-        shapes = stored_shapes(shapes)
-        # vLLM's loader (0.32) reads fields of this attribute if it exists, also if it is None, as without
-        # mxfp4.
+    form = _fused_experts(model)
+    if form is not None:
+        # The loader of gpt-oss (0.32) reads fields of this attribute if it exists, also if it is None, as
+        # without mxfp4.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
 
-    sources = meta_sources(shapes, dtype)
+    sources = meta_sources(stored_shapes(shapes, form), dtype)
     recorder = CopyRecorder(sources, parameters, rank)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-    boxes = merge_boxes(recorder.boxes)
-    if interleaved:
-        boxes = boxes_of_experts(boxes)
+    boxes = boxes_of_experts(merge_boxes(recorder.boxes), form)
     boxes = _without_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
@@ -215,10 +212,12 @@ def trace_weights(
     return WeightMap(tuple(boxes), padding)
 
 
-def _has_interleaved_experts(model: Any) -> bool:
-    """Return whether vLLM's loader expects the experts of a layer in one tensor, as gpt-oss stores them."""
+def _fused_experts(model: Any) -> FusedExperts | None:
+    """Return the form in which vLLM's loader expects all experts of a layer in one tensor, if it does."""
     family = BY_MODEL_TYPE.get(getattr(getattr(model, "config", None), "model_type", ""))
-    return family is not None and family.interleaved_experts
+    if family is None:
+        return None
+    return family.fused_experts
 
 
 def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
@@ -262,7 +261,7 @@ def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequen
 
 
 def model_parameters(model: Any) -> dict[str, Tensor]:
-    """Return the live parameters of a vLLM model by name; a tied one appears once.
+    """Return the live weights of a vLLM model by name; a tied one appears once.
 
     Tensors that latent attention derives from its weights after loading are omitted: vLLM registers them as
     parameters, but no checkpoint has them.
@@ -273,7 +272,12 @@ def model_parameters(model: Any) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         if isinstance(module, MLAAttention):
             derived.update(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
-    return {name: parameter.data for name, parameter in model.named_parameters() if name not in derived}
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name not in derived:
+            weights[name] = parameter.data
+    # Weights that vLLM registers as buffers.
+    return weights | {name: buffer for name, buffer in model.named_buffers() if is_buffer(name)}
 
 
 @torch.no_grad()
@@ -333,7 +337,7 @@ class PackedModules:
     def pack(self) -> None:
         """Pack the raw weights again, into the storage that kernels already use."""
         for path, module in self._modules.items():
-            raw = {name: _same_storage(parameter) for name, parameter in self._raw[path].items()}
+            raw = {name: _alias_of(parameter) for name, parameter in self._raw[path].items()}
             live = self._swap(path, raw)
 
             method: Any = module.quant_method
@@ -364,6 +368,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
 
 
 def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace the submodule of a model at a dotted ``path``."""
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module
 
@@ -399,7 +404,7 @@ def _refuse_quantised(model: nn.Module) -> None:
 
 
 def _raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Allocate parameters in the format that vLLM recorded before it packed the module."""
+    """Return new parameters of a module by name, in the format that vLLM recorded before it packed them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -412,7 +417,7 @@ def _raw_parameters(module: nn.Module) -> dict[str, Any]:
         }
 
 
-def _same_storage(parameter: Any) -> Any:
+def _alias_of(parameter: Any) -> Any:
     """Return a second parameter object on the same storage, which vLLM may replace or rebind."""
     alias = parameter.data.view_as(parameter)
     alias.__class__ = parameter.__class__

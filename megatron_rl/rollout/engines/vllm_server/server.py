@@ -48,7 +48,7 @@ _EXPECTED_BY_STATUS = {
     401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
     403: "--enable-scale-out in its command",
 }
-"""HTTP status of a server that refuses to sample from tokens -> setting that would change it."""
+"""HTTP status with which a server refuses to sample from tokens -> change of the server that allows it."""
 
 
 class VllmServer:
@@ -62,20 +62,21 @@ class VllmServer:
         session: aiohttp.ClientSession,
         path: str,
         body: Any = None,
-        seconds: float = CONTROL_SECONDS,
+        timeout: float = CONTROL_SECONDS,
     ) -> Any:
         """Send a GET request, or a POST request with ``body`` as JSON; return the response's JSON.
 
-        Raises ServerError for every failure, of the network, of the server, or of its response.
+        ``timeout`` is in seconds. Raises ServerError for every failure, of the network, of the server, or of
+        its response.
         """
         url = f"{self.url}/{path}"
         method = "GET" if body is None else "POST"
-        timeout = aiohttp.ClientTimeout(total=seconds)
+        limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with session.request(method, url, json=body, timeout=timeout) as response:
+            async with session.request(method, url, json=body, timeout=limit) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise ServerError(f"{url}: no answer within {seconds:g} s") from error
+            raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
 
@@ -93,25 +94,25 @@ class VllmServer:
         self,
         path: str,
         body: Any = None,
-        seconds: float = CONTROL_SECONDS,
+        timeout: float = CONTROL_SECONDS,
     ) -> Any:
         """Send one request synchronously, in a separate session; see `request`."""
 
         # A loop and a session for one call: control calls are rare, and come from several threads.
         async def call_once() -> Any:
             async with aiohttp.ClientSession() as session:
-                return await self.request(session, path, body, seconds)
+                return await self.request(session, path, body, timeout)
 
         return asyncio.run(call_once())
 
-    def call_workers(self, method: str, *arguments: Any, seconds: float) -> None:
+    def call_workers(self, method: str, *arguments: Any, timeout: float) -> None:
         """Call a method of every worker; raises ServerError if one fails.
 
         The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
         leave the replies of the others unread, and a later call would receive them.
         """
         body = {"method": "attempt", "args": [method, *arguments]}
-        answer = self.call("collective_rpc", body, seconds)
+        answer = self.call("collective_rpc", body, timeout)
         for failure in answer["results"]:
             if failure is not None:
                 raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
@@ -122,7 +123,7 @@ class VllmServer:
 
     def weights(self) -> str:
         """See `Server.weights`."""
-        return str(self.call("weight_info", seconds=POLL_SECONDS)["weight_version"])
+        return str(self.call("weight_info", timeout=POLL_SECONDS)["weight_version"])
 
     def claim(self, run: str, seconds: float) -> str | None:
         """See `Server.claim`."""
@@ -136,8 +137,8 @@ class VllmServer:
         self,
         session: aiohttp.ClientSession,
         request: GenerationRequest,
-        weights: str,
-        seconds: float,
+        weights_name: str,
+        timeout: float,
     ) -> Completion:
         """See `Server.generate`."""
         seed = part_seed(request.seed, request.done)
@@ -150,41 +151,41 @@ class VllmServer:
         }
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
-        reply = await self.request(session, "inference/v1/generate", body, seconds)
-        return _completion(request.number, reply, weights)
+        reply = await self.request(session, "inference/v1/generate", body, timeout)
+        return _completion(request.number, reply, weights_name)
 
-    def reset_updates(self, seconds: float) -> None:
+    def reset_updates(self, timeout: float) -> None:
         """See `Server.reset_updates`."""
         for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
             # A server without an update to finish raises.
             with suppress(ServerError):
-                self.call_workers(method, seconds=seconds)
+                self.call_workers(method, timeout=timeout)
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, timeout: float) -> None:
         """See `Server.pause`."""
         # "keep": requests in flight stay queued, and continue after `resume`.
-        self.call("pause?mode=keep", {}, seconds)
+        self.call("pause?mode=keep", {}, timeout)
 
-    def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
+    def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
         """See `Server.join_transfer`."""
-        self.call_workers("init_weight_transfer_engine", dict(rendezvous), seconds=seconds)
+        self.call_workers("init_weight_transfer_engine", dict(rendezvous), timeout=timeout)
 
-    def start_update(self, seconds: float) -> None:
+    def start_update(self, timeout: float) -> None:
         """See `Server.start_update`."""
-        self.call_workers("start_weight_update", seconds=seconds)
+        self.call_workers("start_weight_update", timeout=timeout)
 
-    def receive_weights(self, version: int, seconds: float) -> None:
+    def receive_weights(self, version: int, timeout: float) -> None:
         """See `Server.receive_weights`."""
-        self.call_workers("update_weights", {"version": version}, seconds=seconds)
+        self.call_workers("update_weights", {"version": version}, timeout=timeout)
 
-    def finish_update(self, name: str, seconds: float) -> None:
+    def finish_update(self, name: str, timeout: float) -> None:
         """See `Server.finish_update`."""
-        self.call("finish_weight_update", {"weight_version": name}, seconds)
+        self.call("finish_weight_update", {"weight_version": name}, timeout)
         # Before `resume`: a request in flight must not continue from the cache of older weights.
-        reset = self.call("reset_prefix_cache?reset_running_requests=true", {}, seconds)
+        reset = self.call("reset_prefix_cache?reset_running_requests=true", {}, timeout)
         if not reset["success"]:
             raise ServerError(f"{self.url} does not drop the prefix cache of older weights")
-        self.call("resume", {}, seconds)
+        self.call("resume", {}, timeout)
 
     def require_fit(self, config: RunConfig) -> int:
         """See `Server.require_fit`."""
@@ -210,19 +211,22 @@ class VllmServer:
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
-            info = self.call("server_info?config_format=json", seconds=FIRST_SECONDS)["vllm_config"]
+            info = self.call("server_info?config_format=json", timeout=FIRST_SECONDS)["vllm_config"]
             _require_equal(requirements.compare(info), path)
             answer = self.call("collective_rpc", {"method": "model_settings"})
             (served_settings, *_) = answer["results"]
             max_requests = int(info["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
-            raise self._unusable(path, error) from error
+            raise self._unusable_error(path, error) from error
 
         _require_model(settings, served_settings, path)
         return max_requests
 
-    def _unusable(self, path: str, error: Exception) -> UserError:
-        """Return the error of a server that is unreachable, or does not report its configuration."""
+    def _unusable_error(self, path: str, error: Exception) -> UserError:
+        """Return the error for a server that is unreachable, or does not report its configuration.
+
+        ``path`` is the error's ``where``: the URL and the key that names it.
+        """
         # The likely causes: no response, or no such path without the development mode.
         message = "a server does not report its configuration"
         expected = "an API server of the vLLM that is installed here"
@@ -237,7 +241,7 @@ class VllmServer:
     def _is_vllm(self) -> bool:
         """Return whether the server has the path that every server of vLLM has."""
         try:
-            return "version" in self.call("version", seconds=POLL_SECONDS)
+            return "version" in self.call("version", timeout=POLL_SECONDS)
         except (ServerError, TypeError, ValueError):
             return False
 
@@ -373,8 +377,11 @@ def _require_model(
             )
 
 
-def _completion(number: int, reply: Any, weights: str) -> Completion:
-    """Convert a server's reply; raises ServerError if it is malformed or sampled from other weights."""
+def _completion(number: int, reply: Any, weights_name: str) -> Completion:
+    """Return the completion of request ``number`` from a server's reply.
+
+    Raises ServerError if the reply is malformed, or sampled from weights of another name.
+    """
     try:
         (choice,) = reply["choices"]
         tokens = choice["token_ids"]
@@ -383,14 +390,14 @@ def _completion(number: int, reply: Any, weights: str) -> Completion:
             entries = choice["logprobs"]["content"]
             log_probs = [float(entry["logprob"]) for entry in entries]
         versions = {span["version"] for span in choice["weight_versions"]}
-        stale = versions - {weights}
+        stale = versions - {weights_name}
         reason = choice["finish_reason"]
     # Any program may respond at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
     if stale:
-        raise ServerError(f"a response from weights {sorted(stale)} instead of {weights}")
+        raise ServerError(f"a response from weights {sorted(stale)} instead of {weights_name}")
 
     if reason not in ("stop", "length"):
         # A server that is being stopped ends its requests with other reasons.

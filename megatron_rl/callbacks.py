@@ -1,0 +1,88 @@
+"""The user's callbacks: classes whose methods are called in each step on the first rank.
+
+A callback has at least one of `METHODS`, which receive copies of the values. The first exception disables the
+callback with a warning, and the run continues. Methods run synchronously: a callback with long work should
+use a thread. The module can be imported without torch, so that `check` loads callbacks as a run does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from megatron_rl.errors import UserError, first_line, nearest, single_errors
+from megatron_rl.user_code import load_path
+
+METHODS = ("on_step_begin", "on_samples", "on_step_end")
+"""``on_step_begin(step)``; ``on_samples(step, samples)``, the columns of the step's table of samples by name;
+``on_step_end(step, metrics)``, the numbers of the step's line in metrics.jsonl by name."""
+
+_KEY = "callbacks"
+
+
+class Callbacks:
+    """The callbacks of a run, created and called only on the first rank.
+
+    ``paths``: import paths of the classes. ``say``: prints a line on the console.
+    """
+
+    def __init__(self, paths: Sequence[str], say: Callable[[str], None]) -> None:
+        self._say = say
+        self._callbacks: dict[str, Any] = {path: load_callback(path)() for path in paths}
+
+    def call(self, method: str, *values: Any) -> None:
+        """Call a method of each callback that has it, with copies of the values."""
+        for path, callback in list(self._callbacks.items()):
+            function = getattr(callback, method, None)
+            if function is None:
+                continue
+            try:
+                function(*copy.deepcopy(values))
+            except Exception as error:  # the user's code may raise anything
+                del self._callbacks[path]
+                text = f"warning: {path} failed in {method} and is not called any more"
+                self._say(f"{text}: {first_line(error)}")
+
+
+def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
+    """Yield the errors for callbacks that cannot be loaded or lack the methods of `METHODS`.
+
+    ``paths``: import paths of the classes.
+    """
+    for path in paths:
+        try:
+            load_callback(path)
+        except UserError as error:
+            yield from single_errors(error)
+
+
+def load_callback(path: str) -> type:
+    """Load the class of a callback from ``file.py:Class`` or ``module:Class``.
+
+    Raises UserError for any object but a class with at least one of `METHODS`, and for a class with another
+    method ``on_...``, which the run would never call.
+    """
+    callback = load_path(path, _KEY)
+
+    # A misspelled method would silently do nothing.
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    uncalled = [name for name in names if name not in METHODS]
+    if isinstance(callback, type) and names and not uncalled:
+        return callback
+
+    got = f"{type(callback).__name__} without any of them"
+    fix = "define at least one of these methods in a class without arguments"
+    if uncalled:
+        got = ", ".join(uncalled)
+        fix = f"rename {uncalled[0]}"
+        close = nearest(uncalled[0], METHODS)
+        if close:
+            fix += f" to {close}"
+    raise UserError(
+        f"{path} is not a callback",
+        where=_KEY,
+        expected=f"a class with methods among {', '.join(METHODS)}",
+        got=got,
+        fix=fix,
+    )

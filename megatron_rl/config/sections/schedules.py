@@ -1,0 +1,170 @@
+"""Values of sampling that change linearly: over the steps of a run, or over the tokens of a turn.
+
+The one idea: a value is a number, a section over steps, or a section over tokens whose ends are numbers or
+sections over steps. At one step each of them is a `LinearSchedule` over the tokens of a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.field_types import convert_value
+from megatron_rl.config.sections.bounds import MAX_STEPS, MAX_TOKENS
+from megatron_rl.config.setting import Setting
+from megatron_rl.errors import UserError, out_of_range
+
+LOWEST_TEMPERATURE = 1e-2
+"""Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
+
+ScheduledValue = float | Mapping[str, Any]
+"""A number, `{start, end, steps}`, or `{start, end, over}`."""
+
+_STEPS = "steps"
+_TOKENS = "over"
+# Key with the length of a schedule -> its unit, and its largest value.
+_UNITS: Mapping[str, tuple[str, int]] = {_STEPS: ("steps", MAX_STEPS), _TOKENS: ("tokens", MAX_TOKENS)}
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """Value that changes linearly from ``start`` to ``end`` within ``length`` steps or tokens.
+
+    Example:
+        >>> schedule = LinearSchedule(1.0, 0.6, 200)
+        >>> schedule.at(0), schedule.at(100), schedule.at(500)
+        (1.0, 0.8, 0.6)
+    """
+
+    start: float
+    """Value of the first step or token."""
+    end: float
+    """Value after ``length`` steps or tokens."""
+    length: int
+    """Number of steps or tokens over which the value changes, 0 for a constant one."""
+
+    def at(self, index: int) -> float:
+        """Return the value of the step or token with an index, which counts from 0."""
+        if index >= self.length:
+            return self.end
+        return self.start + (self.end - self.start) * index / self.length
+
+
+def changes_over_steps(value: ScheduledValue) -> bool:
+    """Return whether a valid value changes over the steps of a run."""
+    if not isinstance(value, Mapping):
+        return False
+    return _STEPS in value or any(changes_over_steps(value[name]) for name in ("start", "end"))
+
+
+def changes_over_tokens(value: ScheduledValue) -> bool:
+    """Return whether a value changes over the tokens of a turn."""
+    return isinstance(value, Mapping) and _TOKENS in value
+
+
+def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSchedule:
+    """Return the schedule of a valid value over the tokens of a turn at ``step``, which counts from 1.
+
+    ``step`` None is any step after the last change.
+
+    Example:
+        >>> token_schedule({"start": {"start": 1.4, "end": 1.0, "steps": 4}, "end": 0.6, "over": 64}, step=3)
+        LinearSchedule(start=1.2, end=0.6, length=64)
+    """
+    if isinstance(value, Mapping) and _TOKENS in value:
+        start = _value_at(value["start"], step)
+        return LinearSchedule(start, _value_at(value["end"], step), int(value[_TOKENS]))
+    constant = _value_at(value, step)
+    return LinearSchedule(constant, constant, 0)
+
+
+def smallest_value(value: ScheduledValue) -> float:
+    """Return the smallest value of any step and token; also for an invalid section."""
+    if isinstance(value, Mapping):
+        ends = [value[name] for name in ("start", "end") if name in value]
+        return min(map(smallest_value, ends), default=float("inf"))
+    return value if convert_value(float, value)[0] else float("inf")
+
+
+def schedule_errors(
+    path: str, value: Mapping[str, Any], bounds: Setting, lowest: float = 0.0
+) -> Iterator[UserError]:
+    """Yield the errors of a section at ``path``.
+
+    ``bounds`` describes the key, and ``lowest`` is the smallest number of a schedule over tokens.
+    """
+    if not changes_over_tokens(value):
+        yield from _step_errors(path, value, bounds)
+        return
+
+    if set(value) != {"start", "end", _TOKENS}:
+        yield _shape_error(path, value)
+        return
+    for name in ("start", "end"):
+        end = value[name]
+        if isinstance(end, Mapping):
+            yield from _step_errors(f"{path}.{name}", end, bounds, lowest)
+        else:
+            yield from _number_errors(f"{path}.{name}", end, bounds, lowest)
+    yield from _length_errors(path, value, _TOKENS)
+
+
+def _value_at(value: ScheduledValue, step: int | None) -> float:
+    """Return a number, or the value of a section over steps at ``step``, see `token_schedule`."""
+    if not isinstance(value, Mapping):
+        return float(value)
+    schedule = LinearSchedule(float(value["start"]), float(value["end"]), int(value[_STEPS]))
+    return schedule.end if step is None else schedule.at(step - 1)
+
+
+def _step_errors(
+    path: str, value: Mapping[str, Any], bounds: Setting, lowest: float = 0.0
+) -> Iterator[UserError]:
+    """Yield the errors of a section over steps."""
+    if set(value) != {"start", "end", _STEPS}:
+        yield _shape_error(path, value)
+        return
+    for name in ("start", "end"):
+        yield from _number_errors(f"{path}.{name}", value[name], bounds, lowest)
+    yield from _length_errors(path, value, _STEPS)
+
+
+def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
+    """Return the error for a section that has other keys than a schedule."""
+    fix = f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}, or over: 64 for a change over tokens"
+    if _STEPS in value and _TOKENS in value:
+        fix = (
+            "put the change over steps into start or end: "
+            f"{path}: {{start: {{start: 1.0, end: 0.9, steps: 200}}, end: 0.6, over: 64}}"
+        )
+    return UserError(
+        f"`{path}` is not a schedule",
+        where=path,
+        expected="a number, or a section of start, end, steps (over steps) or start, end, over (over tokens)",
+        got=f"a section of {', '.join(value) or 'nothing'}",
+        fix=fix,
+    )
+
+
+def _number_errors(path: str, value: Any, bounds: Setting, lowest: float) -> Iterator[UserError]:
+    """Yield the error for an end of a schedule that is no number of the key."""
+    accepted, number = convert_value(float, value)
+    if not accepted:
+        yield out_of_range(path, value, f"a number, {bounds.bounds()}", fix="give a number")
+        return
+    error = bounds.error(path, number)
+    if error is not None:
+        yield error
+    elif number < lowest:
+        expected = f"{lowest:g} or more for a change over tokens"
+        yield out_of_range(path, value, expected, fix=f"raise it to {lowest:g} or more")
+
+
+def _length_errors(path: str, value: Mapping[str, Any], name: str) -> Iterator[UserError]:
+    """Yield the error for an invalid length of a schedule; ``name`` is its key."""
+    unit, largest = _UNITS[name]
+    accepted, length = convert_value(int, value[name])
+    if not accepted or not 1 <= length <= largest:
+        expected = f"an integer from 1 to {largest}"
+        yield out_of_range(f"{path}.{name}", value[name], expected, fix=f"give a number of {unit}")

@@ -1,0 +1,117 @@
+"""Attention whose head size and number of key-value heads differ from those of other layers (Gemma 4).
+
+Megatron has one head size and one number of key-value heads for a model. A layer's attention gets a copy of
+the configuration with its own ones.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from megatron_rl.shapes.blocks.attention import Attention
+
+
+class SeparateSelfAttention(SelfAttention):
+    """Self-attention with the head size and the key-value heads of its layer.
+
+    ``keys_are_values`` leaves the projection to values out: a head's value is its key before norm and rotary
+    angles. ``value_norm`` divides each value by its root mean square.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        *args: Any,
+        head_dim: int,
+        kv_heads: int,
+        keys_are_values: bool,
+        value_norm: bool,
+        **kwargs: Any,
+    ) -> None:
+        layer_config = copy(config)
+        layer_config.kv_channels = head_dim
+        layer_config.num_query_groups = kv_heads
+        if keys_are_values:
+            narrow = _without_outputs(submodules.linear_qkv, kv_heads * head_dim)
+            submodules = replace(submodules, linear_qkv=narrow)
+        super().__init__(layer_config, submodules, *args, **kwargs)
+        self.kv_heads = kv_heads
+        self.keys_are_values = keys_are_values
+        self.value_norm = value_norm
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, 1, heads, size], and keys and values [T, 1, groups, size], of this rank.
+
+        The projection's outputs are, for each key-value group, its queries, its key and its value if it has a
+        separate one. Collective over the tensor-parallel group if ranks share key-value heads.
+        """
+        projected, _ = self.linear_qkv(hidden_states)
+        head_dim = self.hidden_size_per_attention_head
+        ranks_per_group = max(1, self.world_size // self.kv_heads)
+        rank = self.pg_collection.tp.rank()
+        if ranks_per_group > 1:
+            # A rank's outputs may begin and end inside a group: select the rank's group from all of them.
+            projected = mappings.all_gather_last_dim_from_tensor_parallel_region(
+                projected, group=self.pg_collection.tp
+            )
+            projected = projected.chunk(self.kv_heads, dim=-1)[rank // ranks_per_group]
+
+        local_groups = self.num_query_groups_per_partition
+        heads = projected.unflatten(-1, (local_groups, -1, head_dim))
+        queries_per_group = self.num_attention_heads_per_partition // local_groups
+        query = heads[..., :queries_per_group, :].flatten(-3, -2)
+        key = heads[..., queries_per_group, :]
+        value = key
+        if not self.keys_are_values:
+            value = heads[..., queries_per_group + 1, :]
+        if ranks_per_group > 1:
+            # The ranks of a group have different queries of it.
+            query = query.chunk(ranks_per_group, dim=-2)[rank % ranks_per_group]
+
+        # Megatron's annotations do not say that norms are modules.
+        modules: Any = self
+        if modules.q_layernorm is not None:
+            query = modules.q_layernorm(query)
+        if modules.k_layernorm is not None:
+            key = modules.k_layernorm(key)
+        if self.value_norm:
+            normalised = functional.rms_norm(
+                value.to(torch.promote_types(value.dtype, torch.float32)),
+                (head_dim,),
+                eps=self.config.layernorm_epsilon,
+            )
+            value = normalised.to(value.dtype)
+        return query, key, value
+
+
+def separate_attention_spec(layer: Any, kind: Attention) -> Any:
+    """Return a layer's spec with the head size and the key-value heads of its own attention."""
+    attention = layer.submodules.self_attention
+    sizes = {
+        "head_dim": kind.head_dim,
+        "kv_heads": kind.kv_heads,
+        "keys_are_values": kind.keys_are_values,
+        "value_norm": kind.value_norm,
+    }
+    attention = replace(attention, module=SeparateSelfAttention, params={**(attention.params or {}), **sizes})
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+
+
+def _without_outputs(linear: Any, count: int) -> type:
+    """Return a subclass of a projection with ``count`` fewer outputs than Megatron asks for."""
+
+    def __init__(self: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
+        linear.__init__(self, input_size, output_size - count, *args, **kwargs)
+
+    return type(linear.__name__, (linear,), {"__init__": __init__})

@@ -1,0 +1,30 @@
+"""Families that stand for the others where a test tries every family: those with layers that no other has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.hf_models import FAMILIES
+
+LAYERS: Mapping[str, str] = {
+    "qwen2": "grouped-query attention and gated MLP, the layers of most families",
+    "gemma3": "sliding windows, two rotary bases, norms behind each block",
+    "phi3": "fused projections",
+    "qwen3-5": "gated delta nets, gated attention",
+    "qwen3-moe": "experts",
+    "deepseek-v3": "latent attention, groups of experts, shared experts, dense first layers",
+    "qwen3-next": "delta nets beside experts, a gated shared expert",
+    "gpt-oss": "attention sinks, experts with biases",
+    "gemma4": "heads of two sizes, keys that are values, buffers",
+    "minimax-m2": "norms over the heads of all tensor-parallel ranks",
+}
+"""Family -> the layers that it alone has, or has as the first one."""
+
+
+def represented() -> list[Any]:
+    """Return parameters for a test of every family, in which those without own layers are campaign tests."""
+    others = [family for family in FAMILIES if family not in LAYERS]
+    return [*LAYERS, *(pytest.param(family, marks=pytest.mark.campaign) for family in others)]
