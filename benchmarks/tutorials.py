@@ -1,50 +1,150 @@
-"""Run examples and record what a reader of their tutorials sees: the console, and the held-out curve.
+"""Record what a reader of each tutorial sees: the console of its commands, and the curve of its run.
 
-    python benchmarks/tutorials.py NAME …                  examples of launch/examples, such as first_run
-    python benchmarks/tutorials.py NAME --console FILE     one that has run, from the console that was stored
+    python benchmarks/tutorials.py NAME …      pages of docs/tutorials, such as reward; without a name, all
 
-Writes the console to docs/recorded/NAME.txt and the curve to docs/images/NAME_curve.svg. Tests compare the
-tutorials with both.
+Runs the commands of `RECORDINGS` in order and writes docs/recorded/NAME.txt, which the page includes, and
+docs/images/NAME_curve.svg where the page shows one. tests/unit/test_recorded.py compares pages, commands and
+recordings with each other, and the recorded lines with what the package prints today.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import os
+import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from megatron_rl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = re.compile(
-    r"^(?:READY|run  |memory  |weight sync  |data\.|evaluation\.|supervised warm-up |train |    eval/|[│┃┏┡└]"
-    r"|learning curves|report:)"
-)
-"""Lines of the console that belong to the run: check, data, stages, steps, evaluations, tables, files."""
+
+LONGEST_RUN = 6
+"""Number of consecutive lines of one kind, such as steps, up to which all of them are recorded."""
+FIRST = 3
+"""Number of lines that remain at the beginning of a longer run."""
+LAST = 2
+"""Number of lines that remain at its end."""
+LEFT_OUT = "…"
+"""Line in place of those that are left out."""
+
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
 
 
-def run(name: str) -> str:
-    """Run one example to its end and return its console."""
-    command = [str(ROOT / "launch/examples" / name / "run.sh")]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+@dataclass(frozen=True)
+class Recording:
+    """Commands of a tutorial whose console is recorded.
+
+    Example: ``Recording(("launch/examples/own_reward/run.sh",), "runs/examples/own_reward")``.
+    """
+
+    commands: tuple[str, ...]
+    """Commands as on the page, in the order in which they run."""
+    run_dir: str
+    """Folder of the run: removed before the first command."""
+    curve: bool = False
+    """Whether the page shows the run's curve."""
 
 
-def record(name: str, console: str) -> None:
-    """Write the console of a finished run of one example, and its curve."""
-    text = console.replace(f"{ROOT}/", "")
-    lines = [line.rstrip() for line in text.splitlines() if KEPT.match(line)]
+_TRAINED = "model.path=runs/quickstart/hf sft=null"
+"""The quickstart's model in place of a warm-up: a run of seconds."""
+_RESUMED = f"NPROC=2 launch/local.sh launch/examples/dataflow/run.yaml {_TRAINED} run_dir=runs/resumed"
+RECORDINGS = {
+    "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
+    "first_hour": Recording(
+        (
+            "python -m megatron_rl doctor",
+            "python -m megatron_rl check configs/quickstart.yaml",
+            f"NPROC=4 launch/local.sh configs/quickstart.yaml {_TRAINED} steps=2 run_dir=runs/two_steps",
+        ),
+        "runs/two_steps",
+    ),
+    "reward": Recording(("launch/examples/own_reward/run.sh",), "runs/examples/own_reward"),
+    "loss": Recording(("launch/examples/own_loss/run.sh",), "runs/examples/own_loss"),
+    "dataflow": Recording(("launch/examples/dataflow/run.sh grpo steps=12",), "runs/examples/dataflow"),
+    "distillation": Recording(
+        (
+            "python -m megatron_rl.data.quickstart runs/small-student --size tiny",
+            "NPROC=4 launch/local.sh configs/recipes/distillation.yaml",
+        ),
+        "runs/recipes/distillation",
+    ),
+    "data": Recording(("launch/examples/own_data/run.sh",), "runs/examples/own_data"),
+    "environment": Recording(("launch/examples/tools/run.sh",), "runs/examples/tools"),
+    "ppo": Recording(("launch/examples/ppo_reward_model/run.sh",), "runs/examples/ppo_reward_model"),
+    "nodes": Recording(("launch/examples/several_nodes/run.sh",), "runs/examples/several_nodes"),
+    "megatron": Recording(("launch/examples/megatron_lm/run.sh",), "runs/examples/megatron_lm"),
+    "long_runs": Recording(
+        (
+            f"{_RESUMED} checkpoint.every=5 steps=10",
+            f"{_RESUMED} checkpoint.every=5 steps=20 actor.layout.tensor=1 actor.layout.pipeline=2",
+        ),
+        "runs/resumed",
+    ),
+}
+"""Name of a page of docs/tutorials -> what is recorded for it."""
+
+
+def record(name: str) -> None:
+    """Run the commands of one tutorial, and write its console and its curve."""
+    recording = RECORDINGS[name]
+    shutil.rmtree(ROOT / recording.run_dir, ignore_errors=True)
+    consoles = [console(command) for command in recording.commands]
 
     folder = ROOT / "docs/recorded"
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"{name}.txt").write_text("\n".join(consoles), encoding="utf-8")
 
-    records = read_metrics(ROOT / "runs/examples" / name / "metrics.jsonl")
-    picture = ROOT / f"docs/images/{name}_curve.svg"
-    picture.write_text(curve(name, records), encoding="utf-8")
+    if recording.curve:
+        records = read_metrics(ROOT / recording.run_dir / "metrics.jsonl")
+        picture = ROOT / f"docs/images/{name}_curve.svg"
+        picture.write_text(curve(name, records), encoding="utf-8")
+
+
+def console(command: str) -> str:
+    """Run one command and return it with its output, in short and without paths of this machine."""
+    # As after `source .venv/bin/activate`, which the pages ask for.
+    environment = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise SystemExit(f"{command} exits with {result.returncode}:\n{result.stdout}")
+
+    text = result.stdout.replace(f"{ROOT}/", "").replace(str(ROOT), "~/megatron_rl")
+    lines = [line.rstrip() for line in text.splitlines()]
+    return "\n".join([f"$ {command}", *shorten(lines)]) + "\n"
+
+
+def shorten(lines: Sequence[str]) -> list[str]:
+    """Leave out the middle of long runs of lines that begin with the same word, such as a run's steps."""
+    kinds: list[str] = []
+    for line in lines:
+        kind = line.partition(" ")[0]
+        # Indented lines continue the one above.
+        if line.startswith("    ") and kinds:
+            kind = kinds[-1]
+        kinds.append(kind)
+
+    shortened: list[str] = []
+    numbered = list(zip(kinds, lines, strict=True))
+    for kind, group in groupby(numbered, key=lambda pair: pair[0]):
+        run = [line for _, line in group]
+        # Rows of tables are complete: each has another label.
+        if len(run) > LONGEST_RUN and kind not in ("│", ""):
+            run = [*run[:FIRST], LEFT_OUT, *run[-LAST:]]
+        shortened += run
+    return shortened
 
 
 def curve(name: str, records: Sequence[dict[str, float]]) -> str:
@@ -86,13 +186,13 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Record the consoles and curves of examples.")
-    parser.add_argument("names", nargs="+", help="folders of launch/examples")
-    parser.add_argument("--console", type=Path, help="stored console of the one example that has run")
-    options = parser.parse_args()
-    for example in options.names:
-        if options.console:
-            console = options.console.read_text(encoding="utf-8")
-        else:
-            console = run(example)
-        record(example, console)
+    parser = argparse.ArgumentParser(description="Record the consoles and curves of tutorials.")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"pages of docs/tutorials: {', '.join(RECORDINGS)}"
+    )
+    names = parser.parse_args().names
+    unknown = sorted({*names} - {*RECORDINGS})
+    if unknown:
+        parser.error(f"no recording of {', '.join(unknown)}")
+    for tutorial in names or RECORDINGS:
+        record(tutorial)

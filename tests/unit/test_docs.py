@@ -156,18 +156,6 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
             compile(block.text, name, "exec")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_consoles_are_what_was_recorded(name: str) -> None:
-    """Record one with ``python benchmarks/tutorials.py EXAMPLE``; a line of dots leaves lines out."""
-    for block in blocks(name, "text"):
-        if block.title:
-            recorded = (ROOT / block.title).read_text(encoding="utf-8")
-            position = 0
-            for part in re.split(r"^…\n", block.text, flags=re.MULTILINE):
-                position = recorded.find(part, position)
-                assert position >= 0, f"{block.title} has no such lines:\n{part}"
-
-
 def test_the_examples_of_the_python_guide_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     results = doctest.testfile("megatron_rl/cli/python_guide.md", module_relative=False, verbose=False)
