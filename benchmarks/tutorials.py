@@ -130,8 +130,11 @@ def shorten(lines: Sequence[str]) -> list[str]:
     """Leave out the middle of long runs of lines that begin with the same word, such as a run's steps."""
     kinds: list[str] = []
     for line in lines:
-        is_continuation = line.startswith("    ") and bool(kinds)
-        kinds.append(kinds[-1] if is_continuation else line.partition(" ")[0])
+        kind = line.partition(" ")[0]
+        # Indented lines continue the one above.
+        if line.startswith("    ") and kinds:
+            kind = kinds[-1]
+        kinds.append(kind)
 
     shortened: list[str] = []
     numbered = list(zip(kinds, lines, strict=True))
