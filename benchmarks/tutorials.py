@@ -57,8 +57,8 @@ RECORDINGS = {
     "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
     "first_hour": Recording(
         (
-            "python -m megatron_rl doctor",
-            "python -m megatron_rl check configs/quickstart.yaml",
+            "megatron-rl doctor",
+            "megatron-rl check configs/quickstart.yaml",
             f"NPROC=4 launch/local.sh configs/quickstart.yaml {_TRAINED} steps=2 run_dir=runs/two_steps",
         ),
         "runs/two_steps",
