@@ -44,7 +44,9 @@ MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
 KEY = re.compile(rf"((?:{'|'.join(RunConfig.__dataclass_fields__)})(?:\.[A-Za-z_]\w*)+)(?:[:=] ?.*)?")
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-COMMAND = re.compile(r"megatron-rl [a-z]|(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b")
+COMMAND = re.compile(
+    r"megatron-rl [a-z]|(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b"
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILES = (".py", ".yaml", ".jsonl", ".safetensors")
 """Endings of file names, which are no keys."""
