@@ -57,8 +57,8 @@ RECORDINGS = {
     "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
     "first_hour": Recording(
         (
-            "python -m megatron_rl doctor",
-            "python -m megatron_rl check configs/quickstart.yaml",
+            "megatron-rl doctor",
+            "megatron-rl check configs/quickstart.yaml",
             f"NPROC=4 launch/local.sh configs/quickstart.yaml {_TRAINED} steps=2 run_dir=runs/two_steps",
         ),
         "runs/two_steps",
@@ -130,8 +130,11 @@ def shorten(lines: Sequence[str]) -> list[str]:
     """Leave out the middle of long runs of lines that begin with the same word, such as a run's steps."""
     kinds: list[str] = []
     for line in lines:
-        is_continuation = line.startswith("    ") and bool(kinds)
-        kinds.append(kinds[-1] if is_continuation else line.partition(" ")[0])
+        kind = line.partition(" ")[0]
+        # Indented lines continue the one above.
+        if line.startswith("    ") and kinds:
+            kind = kinds[-1]
+        kinds.append(kind)
 
     shortened: list[str] = []
     numbered = list(zip(kinds, lines, strict=True))

@@ -7,5 +7,5 @@
 # The code is in benchmarks/ablation.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 exec .venv/bin/python benchmarks/ablation.py "$@"

@@ -11,7 +11,7 @@ fi
 config="$(realpath "$1")"
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 
 gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
 processes="${NPROC:-$gpus}"

@@ -13,7 +13,7 @@ if [ "$gpus" -gt 0 ] && [ "$gpus" -lt 4 ]; then
     echo "       actor.layout.pipeline=1 rollout.tensor=1" >&2
     exit 1
 fi
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 
 # Read by the OpenMP runtime when torch is loaded: one thread per process.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -351,6 +351,10 @@ else
         say "done: $venv"
     fi
 fi
+# A script that runs something afterwards says itself what is next.
+if [ -z "${CALLED_BY:-}" ] && [ "$dev" = no ]; then
+    say "next: source $(basename "$venv")/bin/activate; megatron-rl doctor; launch/quickstart.sh"
+fi
 if [ "$dev" = yes ]; then
     now="$(stamp dev launch/requirements-dev.txt)"
     if ! done_already dev "$now"; then

@@ -1,4 +1,4 @@
-"""Run a command: ``python -m megatron_rl COMMAND …`` (or under torchrun with ``-m megatron_rl``)."""
+"""Run a command: ``python -m megatron_rl COMMAND …``, as ``megatron-rl`` does, or under torchrun."""
 
 import sys
 

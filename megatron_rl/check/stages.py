@@ -118,7 +118,7 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
                 where=plans[0].where,
                 expected="data.train, reward and steps too",
                 got=", ".join(plan.where for plan in plans),
-                fix=f"for the stage alone: python -m megatron_rl {job} CONFIG; check CONFIG --for {job}",
+                fix=f"for the stage alone: megatron-rl {job} CONFIG; check CONFIG --for {job}",
             )
             return  # one error, with the command of the first stage
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
@@ -39,6 +40,9 @@ COMMANDS = {
 }
 """Name of a command -> its module, and its one-line help."""
 
+CONSOLE_SCRIPT = "megatron-rl"
+"""Name of the installed program that runs `main`, see setup.py."""
+
 EXIT_INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""
 
@@ -46,9 +50,9 @@ EXIT_INTERRUPTED = 130
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Parse a command and its arguments; exit with status 2 for unknown ones, as argparse does."""
     parser = argparse.ArgumentParser(
-        prog="megatron_rl",
+        prog=CONSOLE_SCRIPT,
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",
-        epilog="python -m megatron_rl COMMAND --help shows a command's arguments.",
+        epilog="megatron-rl COMMAND --help shows a command's arguments.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -69,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
     if arguments is None:
         arguments = sys.argv[1:]
+        # A console script has its own folder where `python -m` has the working directory, whose modules a
+        # configuration may name.
+        if Path(sys.argv[0]).name == CONSOLE_SCRIPT:
+            sys.path[0] = os.getcwd()
     try:
         options = parse(list(arguments))
 
@@ -113,7 +121,7 @@ def _not_installed_error(package: str) -> UserError:
         expected=package,
         got="no such package",
         fix="call the Python that launch/setup.sh made (. .venv/bin/activate), or run launch/setup.sh; "
-        "`python -m megatron_rl doctor` lists the other packages that are missing",
+        "`megatron-rl doctor` lists the other packages that are missing",
     )
 
 

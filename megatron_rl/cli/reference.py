@@ -84,7 +84,7 @@ The table is a starting point, from the claims of their papers: this project has
 _COMMANDS_HEAD = f"""\
 # Commands
 
-`python -m megatron_rl COMMAND`; under `torchrun … -m megatron_rl COMMAND` for more than one process. Exit
+`megatron-rl COMMAND`; under `torchrun … -m megatron_rl COMMAND` for more than one process. Exit
 codes: 0, 2 for bad input, 1 for any other failure.
 
 {_GENERATED.format("commands")}"""

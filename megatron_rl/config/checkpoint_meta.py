@@ -189,7 +189,7 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
         expected=f"state of format {STATE_FORMAT}",
         got=f"format {got}, saved by {meta.get('versions')}",
         fix="resume with the version that saved it; or export its model, which any version reads "
-        f"(python -m megatron_rl export {directory} --out DIR), and start from that in a new run_dir",
+        f"(megatron-rl export {directory} --out DIR), and start from that in a new run_dir",
     )
 
 

@@ -240,7 +240,7 @@ RULES: tuple[HealthRule, ...] = (
         measure=TO_MEDIAN,
         causes="a slow node, disk or server, another job on the machine, or shorter responses",
         samples=NO_SAMPLES,
-        change="nothing at first: compare the times of phases, and run `python -m megatron_rl doctor`",
+        change="nothing at first: compare the times of phases, and run `megatron-rl doctor`",
     ),
 )
 """Health rules of every run, in the order of docs/health.md."""

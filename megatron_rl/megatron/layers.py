@@ -110,7 +110,7 @@ def _explain_missing_kernel() -> Iterator[None]:
             where="actor.megatron.attention_backend",
             expected="a kernel of the kind that attention_backend names: by default `fused`, cuDNN's",
             got=f"none; its reasons: {_rejection_reasons(backends)}",
-            fix="run `python -m megatron_rl doctor`, which checks the libraries that cuDNN opens; or set "
+            fix="run `megatron-rl doctor`, which checks the libraries that cuDNN opens; or set "
             "actor.megatron.attention_backend=flash with flash-attn, or model.attention=torch",
         ) from error
 

@@ -424,7 +424,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     if override and process_rank() == 0:
         file = folder / "constants.json"
         file.write_text(json.dumps(override, indent=1) + "\n")
-        yield Finding("ok", "for plan", f"python -m megatron_rl plan MODEL --gpus {world} --constants {file}")
+        yield Finding("ok", "for plan", f"megatron-rl plan MODEL --gpus {world} --constants {file}")
 
 
 def _write_material(folder: Path, world: int, *, on_host: bool) -> None:

@@ -187,5 +187,5 @@ def _unsupported_error(key: str) -> UserError:
         where=key,
         expected=expected,
         got="another value",
-        fix=f"{change}, or train with `python -m megatron_rl train`",
+        fix=f"{change}, or train with `megatron-rl train`",
     )

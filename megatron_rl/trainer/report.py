@@ -178,10 +178,14 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
         print(f"warning: {line}", file=console)
     files = [("learning curves:", folder.curve), ("report:", folder.report)]
     # A run in progress, or one that exports nothing, has no model yet.
-    if folder.model.is_dir():
+    has_model = folder.model.is_dir()
+    if has_model:
         files.append(("trained model:", folder.model))
     for label, path in files:
         print(f"{label:<16} {path}", file=console)
+    if has_model:
+        print(f"{'next:':<16} megatron-rl serve {folder.path}", file=console)
+        print(f"{'':<16} megatron-rl compare {folder.path} OTHER_RUN", file=console)
     return folder.report
 
 

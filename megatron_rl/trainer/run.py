@@ -652,7 +652,7 @@ class Training:
         except Exception as error:
             self.job.say(
                 f"warning: the run is complete, and its report cannot be written: {first_line(error)}; "
-                f"fix: correct that, and run python -m megatron_rl report {self.folder.path}"
+                f"fix: correct that, and run megatron-rl report {self.folder.path}"
             )
 
 

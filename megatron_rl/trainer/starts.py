@@ -104,6 +104,8 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
     Example:
         >>> command_text(["/x/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
         'python -m megatron_rl train a.yaml reward.arguments.api_key=(hidden)'
+        >>> command_text(["/x/bin/megatron-rl", "check", "a.yaml"], {})
+        'megatron-rl check a.yaml'
         >>> command_text(["train.py", "--api-key", "k", "a.yaml"], {})
         'python train.py --api-key (hidden) a.yaml'
     """
@@ -113,8 +115,13 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
     else:
         target = [str(program)]
 
-    # torchrun passes its own arguments on in environment variables.
     launcher = ["python"]
+    # The installed program is on PATH.
+    if program.name == "megatron-rl":
+        launcher = []
+        target = [program.name]
+
+    # torchrun passes its own arguments on in environment variables.
     if "TORCHELASTIC_RUN_ID" in environment:
         ranks = environment.get("LOCAL_WORLD_SIZE", "1")
         launcher = ["torchrun", "--nproc-per-node", ranks]

@@ -75,7 +75,7 @@ def sizes(family: str) -> dict[str, Any]:
         return LATENT
     if family == "gpt-oss":
         return {"head_dim": 32, "intermediate_size": 128}
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         return {"head_dim": 32, "global_head_dim": 64}
     if family in ("phi3", "qwen2", "smollm3", "olmo2", "olmo3"):
         return {"hidden_size": 128}
@@ -84,7 +84,9 @@ def sizes(family: str) -> dict[str, Any]:
 
 def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None:
     """Write a tiny checkpoint with the quickstart's tokenizer, and a run of it."""
-    if family in MULTIMODAL:
+    if family == "gemma4-vision":
+        save_multimodal(family, folder / "model", **COMMON, **sizes(family))
+    elif family in MULTIMODAL:
         save_multimodal(family, folder / "model", **COMMON)
     else:
         save_model(family, folder / "model", **COMMON, **sizes(family))

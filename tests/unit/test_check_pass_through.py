@@ -265,7 +265,7 @@ TRIED_HERE = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         apply_query_key_layer_scaling async_tensor_model_parallel_allreduce attention_dropout
         attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding
-        config_logger_dir distribute_saved_activations fp32_residual_connection hetereogenous_dist_checkpoint
+        config_logger_dir distribute_saved_activations fp32_residual_connection
         hidden_dropout microbatch_group_size_per_vp_stage mlp_chunks_for_training moe_apply_probs_on_input
         moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_input_jitter_eps moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype moe_router_force_biased

@@ -325,6 +325,17 @@ def test_the_quickstart_passes_in_a_process_of_its_own() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("program", "first"), [("megatron-rl", "{cwd}"), ("__main__.py", "/somewhere")])
+def test_the_installed_program_imports_modules_of_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, program: str, first: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{program}", "--help"])
+    monkeypatch.setattr(sys, "path", ["/somewhere", *sys.path])
+    with pytest.raises(SystemExit):
+        main()
+    assert sys.path[0] == first.format(cwd=Path.cwd())
+
+
 def test_servers_are_planned_before_the_model_is_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

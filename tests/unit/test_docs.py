@@ -44,7 +44,9 @@ MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
 KEY = re.compile(rf"((?:{'|'.join(RunConfig.__dataclass_fields__)})(?:\.[A-Za-z_]\w*)+)(?:[:=] ?.*)?")
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-COMMAND = re.compile(r"(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b")
+COMMAND = re.compile(
+    r"megatron-rl [a-z]|(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b"
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILES = (".py", ".yaml", ".jsonl", ".safetensors")
 """Endings of file names, which are no keys."""
@@ -237,8 +239,9 @@ def test_an_unknown_key_is_found() -> None:
 def test_commands_parse(name: str) -> None:
     for line in lines_of(name):
         words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z]+=\S+|\[.*|.*\]", word)]
-        if "megatron_rl" in words:
-            parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index("megatron_rl") + 1 :]])
+        program = next((word for word in words if word in ("megatron-rl", "megatron_rl")), None)
+        if program is not None:
+            parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
         elif words[0] not in ELSEWHERE and "-m" not in words:
             script = next(word for word in words if "/" in word)
             assert list(ROOT.glob(script)), line
@@ -255,7 +258,7 @@ def test_commands_answer_what_a_page_shows(
     monkeypatch.chdir(ROOT)
     for block in blocks(name, "console"):
         command, *answer = block.text.strip().splitlines()
-        main(shlex.split(command)[4:])
+        main(shlex.split(command)[2:])
         shown = capsys.readouterr()
         missing = [line for line in answer if line not in (shown.out + shown.err).splitlines()]
         assert not missing, command

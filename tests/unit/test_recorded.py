@@ -77,8 +77,10 @@ def values_of(items: list[str]) -> dict[str, float]:
             values["reward/invalid"] = float(text)
         elif name == "unhealthy":
             rule, *others = text.split(" and ")
-            count = int(others[0].removesuffix(" more")) if others else 0
-            values |= {f"health/{rule}": 1.0, **{f"health/{number}": 1.0 for number in range(count)}}
+            names = [rule]
+            if others:
+                names += map(str, range(int(others[0].removesuffix(" more"))))
+            values |= {f"health/{name}": 1.0 for name in names}
         elif item.startswith("("):
             phases = (phase.split(" ") for phase in item.strip("()").split(", "))
             values |= {f"time/{phase}": float(seconds) for phase, seconds in phases}
@@ -138,7 +140,9 @@ def words_without_a_text(line: str) -> list[str]:
     """Return the words of a line that neither stand in a text of the package nor are a constant of it."""
     parts, words = texts()
     # The headings of `doctor` are written in capitals.
-    rest = line.lower() if line.isupper() else line
+    rest = line
+    if line.isupper():
+        rest = line.lower()
     for part in sorted((part for part in parts if part in rest), key=len, reverse=True):
         rest = re.sub(rf"{WORD_START}{re.escape(part)}{WORD_END}", " ", rest)
     # Numbers, keys, paths and names of files are values.
