@@ -94,8 +94,8 @@ def questions() -> dict[str, tuple[Question, Any, Any]]:
             if shape.plain_layers or shape.sinks:
                 continue
             ranks = layout.tensor * layout.context
-            # Models with heads of several sizes have plain layers.
-            (attention,) = [mixer for mixer in shape.mixers if mixer.key_value_heads(shape)]
+            # Each shipped model has one kind of attention, some beside delta nets, which have no keys.
+            (attention,) = (mixer for mixer in shape.mixers if mixer.key_value_heads(shape))
             question = Question(
                 f"{shape.name}, TP{layout.tensor}" + (f" CP{layout.context}" if layout.context > 1 else ""),
                 shape.heads // ranks,

@@ -38,10 +38,10 @@ BUILT_TOGETHER = (
 _REQUIRED = ("torch", "megatron-core", "transformers")
 """Packages of `TESTED_VERSIONS` that every run needs; without vLLM, torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free bytes of shared memory below which there is a warning: engines and communication between processes
-use it."""
+"""Free shared memory in GiB below which there is a warning: engines and communication between processes use
+it."""
 MIN_DISK_GIB = 20.0
-"""Free bytes of disk below which there is a warning."""
+"""Free disk space in GiB below which there is a warning."""
 MIN_OPEN_FILES = 4096
 """Limit of open files below which there is a warning: connections between ranks are files."""
 _GIB = 2**30

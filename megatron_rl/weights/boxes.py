@@ -1,8 +1,7 @@
 """Boxes of named tensors: intersection of the boxes that ranks hold with the boxes that ranks need.
 
 A box is a rectangular slice of a tensor, with its location in the storage of a rank. Pure integer arithmetic.
-Ranks with equal boxes form one group, so that planning for many replicas takes no
-longer than for one.
+Ranks with equal boxes form one group, so that planning for many replicas takes no longer than for one.
 """
 
 from __future__ import annotations

@@ -292,8 +292,8 @@ def _require_free_folder(folder: Path, key: str) -> None:
 def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
     """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
 
-    A run that is resumed keeps that iteration, which `read_pointer` records in ``model_folder``, even if
-    newer ones exist.
+    A run that is resumed keeps the iteration that it began with, which the pointer in ``model_folder``
+    names (`read_pointer`), even if newer ones exist.
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return checkpoints
