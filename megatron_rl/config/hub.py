@@ -131,6 +131,7 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
                             where=key,
                             expected=_EXPECTED,
                             got=name,
+                            fix="write the name as the Hub shows it, or the path of a local copy",
                         )
                     )
             if copy is not None:
