@@ -38,11 +38,11 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
-    """Write the pieces of an algorithm with all their settings into its configuration.
+    """Write the pieces of an algorithm (its losses, estimator and so on) with all settings into its section.
 
-    Returns the configuration, which constructs the same algorithm, and the origin of each piece that the user
-    did not choose: key -> ``algorithm.name=grpo``. Without a critic, the value function's pieces are omitted.
-    So is a piece of a user's `Algorithm` that has neither a name nor settings.
+    Returns the configuration, which constructs the same algorithm, and a mapping from the key of each piece
+    that the user did not choose to its origin, such as ``algorithm.name=grpo``. Omits the value function's
+    pieces without a critic, and pieces of a user's `Algorithm` that have neither a name nor settings.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -260,7 +260,11 @@ def _load_piece(
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
-    """Return the piece with a name, or the piece or class at a path; raise UserError for any other value."""
+    """Load the piece of an algorithm that the user has named in the configuration.
+
+    ``piece_name`` is a name in the table ``kind.named``, or the path of a piece or of its class, such as
+    ``file.py:Name``. ``kind_name`` names the kind of pieces in errors. Raises UserError for any other value.
+    """
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
     if not isinstance(piece_name, str) or ":" not in piece_name:
@@ -274,7 +278,11 @@ def _with_settings(
     kind: Kind,
     key: str,
 ) -> Piece:
-    """Return a piece with changed settings; a class is constructed with them and its own defaults."""
+    """Return a copy of an algorithm's piece with the given settings changed.
+
+    A class is constructed with the settings, and with its own defaults for the others. ``kind`` and ``key``
+    are the piece's, for errors. Raises UserError or UserErrors for invalid settings.
+    """
     piece_class = type(piece)
     defaults = piece
     if isinstance(piece, type):
@@ -378,7 +386,10 @@ def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piec
 
 
 def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
-    """Raise UserError unless a class derives from the kind's, is a dataclass, and defines its method."""
+    """Raise UserError unless a user's class can be a piece of this kind.
+
+    It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
+    """
     expected = f"a class derived from {_base_name(kind)} with a method {_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"

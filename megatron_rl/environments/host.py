@@ -131,8 +131,9 @@ class TurnRequest(NamedTuple):
 class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
-    Example:
-        >>> EpisodeEnd(3, reward=1.0).truncated
+    Example: episode 3 ended with the reward 1, and before it reached the limit of tokens or turns.
+
+        >>> EpisodeEnd(number=3, reward=1.0).truncated
         False
     """
 
@@ -146,7 +147,7 @@ class EpisodeEnd(NamedTuple):
     """Named components, in addition to the reward."""
 
     truncated: bool = False
-    """Whether the episode ended because no tokens or turns were left."""
+    """Whether the episode was cut off at the limit of tokens or turns."""
 
     failure: str | None = None
     """Failure reason, or None for a valid episode."""
