@@ -102,9 +102,9 @@ def piece_text(value: Any) -> str:
 
 
 def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
-    """Return the name or path that the user wrote for a piece, else a name of its class in the kind's table.
+    """Return the name or path that the user wrote for a piece, else a name of its class in ``kind.named``.
 
-    None for a piece of a user's `Algorithm` whose class is not in the table.
+    Returns None for a piece of a user's `Algorithm` whose class is not in the table.
     """
     explicit_name = explicit
     if isinstance(explicit, Mapping):
@@ -210,7 +210,7 @@ def preference_function(loss: str, key: str) -> Any:
 
 
 def _load_algorithm(name: str) -> Algorithm:
-    """Return the algorithm with a name, or at the path of a user's; raise UserError for any other value."""
+    """Load the algorithm ``name``: in `ALGORITHMS`, or a user's path; raise UserError for any other value."""
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
@@ -232,7 +232,10 @@ def _load_algorithm(name: str) -> Algorithm:
 
 
 def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
-    """Construct the piece of the key ``algorithm.NAME`` from its value; ``current`` is the algorithm's."""
+    """Construct the piece of the key ``algorithm.NAME`` from its configured ``value``.
+
+    ``current`` is the algorithm's own piece: a mapping without a name changes only settings of it.
+    """
     key = f"algorithm.{name}"
     if name not in KINDS or current is None:
         raise _unknown_name("piece of an algorithm", name, KINDS, key)
@@ -308,7 +311,7 @@ def _with_settings(
 
 
 def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserError:
-    """Replace the error of an unknown setting by one that names the pieces of the kind with that setting.
+    """Replace the error of an unknown setting by one that names the other pieces with this setting.
 
     Every other error is returned unchanged.
     """
@@ -453,10 +456,10 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
 
 
 def _method_call(kind: Kind) -> str:
-    """Return the call of the method that a kind's pieces define, such as ``estimate(inputs)``, for errors."""
+    """Format a call of the method that pieces of this kind define, for errors: ``estimate(inputs)``."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
 def _base_name(kind: Kind) -> str:
-    """Return the import path of the base class of a kind's pieces, for error texts."""
+    """Return the import path of the base class from which pieces of this kind are derived, for errors."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

@@ -296,8 +296,8 @@ def _check_records(
                 raise item
             first = first or item.values
             records.append(data_set.reader.read(item))
-        except UserError as problem:
-            broken.setdefault((problem.message, problem.got), problem)
+        except UserError as error:
+            broken.setdefault((error.message, error.got), error)
 
     files.errors.extend(broken.values())
     if not broken:  # with wrong field names, the remarks about unread fields would mislead

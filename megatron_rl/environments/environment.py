@@ -51,8 +51,8 @@ class Message(str):
     """Number of tokens before the turn, including the prompt."""
 
     tool_calls: tuple[dict[str, Any], ...]
-    """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
-    is set; the text then excludes the calls."""
+    """Tool calls in the format of OpenAI's API, if the episode was opened with tools and
+    `rollout.environment.tool_parser` is set; the text then excludes the calls."""
 
     def __new__(
         cls,
@@ -86,7 +86,7 @@ class Opening(NamedTuple):
     """Messages for the tokenizer's chat template."""
 
     tools: list[dict[str, Any]] | None = None
-    """Tools in OpenAI's form, for the template and the parser of tool calls."""
+    """Functions that the policy may call, in the JSON format of OpenAI's API, or None."""
 
 
 class TurnSource(Protocol):

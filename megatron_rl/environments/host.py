@@ -125,7 +125,7 @@ class TurnRequest(NamedTuple):
     """Largest number of tokens of the turn, or None if unlimited."""
 
     opening: Opening | None = None
-    """Messages in place of the record's prompt; only the first request of an episode may have them."""
+    """Messages and tools in place of the record's prompt, only in the first request of an episode."""
 
 
 class EpisodeEnd(NamedTuple):

@@ -396,9 +396,9 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
 
     # Rank 0 writes the files of the jobs to the shared folder; every rank must see them.
     if device.rank() == 0:
-        _write_material(folder, world, on_host=device.on_host())
+        _write_job_files(folder, world, on_host=device.on_host())
     barrier()
-    sees_folder = gather_objects(_has_material(folder))
+    sees_folder = gather_objects(_has_job_files(folder))
     blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
 
     # The small jobs run in other processes with their own process groups.
@@ -436,12 +436,12 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         yield Finding("ok", "for plan", f"megatron-rl plan MODEL --gpus {world} --constants {file}")
 
 
-def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
+def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     """Write the model, data and configuration of the jobs, and remove the runs of an earlier test.
 
     Raises UserError if the folder has other contents.
     """
-    if not _has_material(folder) and folder.exists() and any(folder.iterdir()):
+    if not _has_job_files(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
             "the folder contains files that no proof has written",
             where="--out",
@@ -466,7 +466,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
     (folder / "logs").mkdir(exist_ok=True)
 
 
-def _has_material(folder: Path) -> bool:
+def _has_job_files(folder: Path) -> bool:
     """Return whether this machine sees in ``folder`` the files of the jobs that rank 0 has written."""
     return (folder / "proof.yaml").is_file()
 

@@ -481,7 +481,7 @@ class JudgeReward:
         returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> FunctionReward:
-        """Start the worker processes of the template or the parser; ``name`` is its key.
+        """Start the worker processes of the template or the parser; ``name`` is its key in `reward.judge`.
 
         Raises UserError for a function with a parameter ``group``.
         """

@@ -333,10 +333,10 @@ def _results(run: RunMetrics) -> dict[str, Result]:
     if rewards:
         results["final reward"] = (fmean(rewards[-WINDOW:]), ".3f")
         results["best reward"] = (max(running_mean(rewards)), ".3f")
-    for name, label, form in LAST_MEANS:
+    for name, label, number_format in LAST_MEANS:
         _, values = series(run.lines, name)
         if values:
-            results[label] = (fmean(values[-WINDOW:]), form)
+            results[label] = (fmean(values[-WINDOW:]), number_format)
     return results | _time_results(run)
 
 
