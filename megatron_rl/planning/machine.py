@@ -179,7 +179,10 @@ def _conflicts() -> list[Finding]:
 
 
 def _required_torch(name: str) -> str | None:
-    """Return the exact torch version that a package requires, or None for any or an absent package."""
+    """Return the exact torch version that the package ``name`` requires.
+
+    Returns None if the package is not installed or accepts several versions of torch.
+    """
     try:
         requirements = metadata.requires(name) or []
     except metadata.PackageNotFoundError:

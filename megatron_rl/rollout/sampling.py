@@ -185,7 +185,7 @@ def log_prob_temperature(sampling: SamplingParameters) -> float:
     return max(sampling.temperature, LOWEST_TEMPERATURE)
 
 
-def ruled_logits(
+def apply_logit_rules(
     logits: Tensor,
     sampling: Sequence[SamplingParameters],
     prompts: Sequence[Sequence[int]],
