@@ -317,11 +317,11 @@ def exclusive(path: str, second_path: str, reason: str, *, fix: str | None = Non
     )
 
 
-def does_not_divide(path: str, size: int, total: int, noun: str, *, fix: str | None = None) -> UserError:
+def divisor_error(path: str, size: int, total: int, noun: str, *, fix: str | None = None) -> UserError:
     """Return the error for a ``size`` that does not divide a ``total`` of ``noun``.
 
     Example:
-        >>> print(does_not_divide("actor.layout.tensor", 3, 32, "attention heads"))
+        >>> print(divisor_error("actor.layout.tensor", 3, 32, "attention heads"))
         3 does not divide the 32 attention heads
           where:    actor.layout.tensor
           expected: a divisor of 32

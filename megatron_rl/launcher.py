@@ -133,7 +133,7 @@ def _integer(
     errors: list[UserError],
     default: int | None = None,
 ) -> int | None:
-    """Parse an environment variable as an integer in [``minimum``, ``end``].
+    """Parse an environment variable as an integer from ``minimum`` up to, but not including, ``end``.
 
     For any other value an error is appended to ``errors`` and None is returned. A ``default`` replaces an
     unset variable.

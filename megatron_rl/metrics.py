@@ -138,10 +138,10 @@ def is_measurable(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def number_text(value: float, form: str) -> str:
-    """Format a number with the format ``form``, such as ``.3f``; from 1e15 on with 3 significant digits."""
+def number_text(value: float, number_format: str) -> str:
+    """Format a number with ``number_format``, such as ``.3f``; from 1e15 on with 3 significant digits."""
     if abs(value) < _LARGEST_FIXED_POINT:
-        return format(value, form)
+        return format(value, number_format)
     return format(value, ".3g")
 
 

@@ -88,15 +88,20 @@ def questions() -> dict[str, tuple[Question, Any, Any]]:
         )
         for role, layout in (report.layouts or {}).items():
             shape = report.shapes.get(role, report.shape)
-            if role == "rollout" or shape is None or report.batch is None or shape.plain_layers:
+            if role == "rollout" or shape is None or report.batch is None:
+                continue
+            # These models have attention of this package, or of PyTorch.
+            if shape.plain_layers or shape.sinks:
                 continue
             ranks = layout.tensor * layout.context
+            # Each shipped model has one kind of attention, some beside delta nets, which have no keys.
+            (attention,) = (mixer for mixer in shape.mixers if mixer.key_value_heads(shape))
             question = Question(
                 f"{shape.name}, TP{layout.tensor}" + (f" CP{layout.context}" if layout.context > 1 else ""),
                 shape.heads // ranks,
-                shape.heads // ranks if shape.mla else max(1, shape.kv_heads // ranks),
-                shape.qk_dim,
-                shape.value_dim,
+                max(1, attention.key_value_heads(shape) // ranks),
+                attention.key_size(shape),
+                attention.value_size(shape),
                 report.batch.tokens_per_microbatch,
                 min(report.batch.longest_row, report.batch.tokens_per_microbatch),
             )

@@ -264,7 +264,7 @@ class Grpo(GroupAdvantage):
             )
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward's distance from its group's mean for each row: [B], scaled if so configured."""
+        """Compute the reward minus its group's mean for each row: [B], scaled if set."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.
@@ -301,7 +301,7 @@ class GrpoLeaveOneOut(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward's distance from the mean of the other samples of its group for each row: [B]."""
+        """Compute the reward minus the mean of the group's other samples for each row: [B], scaled if set."""
         other_count, other_mean, other_std = ragged.leave_one_out_statistics(
             inputs.rewards, inputs.group, inputs.valid
         )
@@ -332,7 +332,7 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the lead over the second best reward for each group's best row, 0 for other rows: [B]."""
+        """Compute the scaled lead over the second best reward for each group's best row, else 0: [B]."""
         samples = (inputs.rewards, inputs.group, inputs.valid)
         count, _, std = ragged.group_statistics(*samples)
         best_reward, second_reward = ragged.group_top2(*samples)

@@ -38,11 +38,11 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
-    """Write the pieces of an algorithm with all their settings into its configuration.
+    """Write the pieces of an algorithm (its losses, estimator and so on) with all settings into its section.
 
-    Returns the configuration, which constructs the same algorithm, and the origin of each piece that the user
-    did not choose: key -> ``algorithm.name=grpo``. Without a critic, the value function's pieces are omitted.
-    So is a piece of a user's `Algorithm` that has neither a name nor settings.
+    Returns the configuration, which constructs the same algorithm, and a mapping from the key of each piece
+    that the user did not choose to its origin, such as ``algorithm.name=grpo``. Omits the value function's
+    pieces without a critic, and pieces of a user's `Algorithm` that have neither a name nor settings.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -102,9 +102,9 @@ def piece_text(value: Any) -> str:
 
 
 def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
-    """Return the name or path that the user wrote for a piece, else a name of its class in the kind's table.
+    """Return the name or path that the user wrote for a piece, else a name of its class in ``kind.named``.
 
-    None for a piece of a user's `Algorithm` whose class is not in the table.
+    Returns None for a piece of a user's `Algorithm` whose class is not in the table.
     """
     explicit_name = explicit
     if isinstance(explicit, Mapping):
@@ -210,7 +210,7 @@ def preference_function(loss: str, key: str) -> Any:
 
 
 def _load_algorithm(name: str) -> Algorithm:
-    """Return the algorithm with a name, or at the path of a user's; raise UserError for any other value."""
+    """Load the algorithm ``name``: in `ALGORITHMS`, or a user's path; raise UserError for any other value."""
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
@@ -232,7 +232,10 @@ def _load_algorithm(name: str) -> Algorithm:
 
 
 def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
-    """Construct the piece of the key ``algorithm.NAME`` from its value; ``current`` is the algorithm's."""
+    """Construct the piece of the key ``algorithm.NAME`` from its configured ``value``.
+
+    ``current`` is the algorithm's own piece: a mapping without a name changes only settings of it.
+    """
     key = f"algorithm.{name}"
     if name not in KINDS or current is None:
         raise _unknown_name("piece of an algorithm", name, KINDS, key)
@@ -260,7 +263,11 @@ def _load_piece(
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
-    """Return the piece with a name, or the piece or class at a path; raise UserError for any other value."""
+    """Load the piece of an algorithm that the user has named in the configuration.
+
+    ``piece_name`` is a name in the table ``kind.named``, or the path of a piece or of its class, such as
+    ``file.py:Name``. ``kind_name`` names the kind of pieces in errors. Raises UserError for any other value.
+    """
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
     if not isinstance(piece_name, str) or ":" not in piece_name:
@@ -274,7 +281,11 @@ def _with_settings(
     kind: Kind,
     key: str,
 ) -> Piece:
-    """Return a piece with changed settings; a class is constructed with them and its own defaults."""
+    """Return a copy of an algorithm's piece with the given settings changed.
+
+    A class is constructed with the settings, and with its own defaults for the others. ``kind`` and ``key``
+    are the piece's, for errors. Raises UserError or UserErrors for invalid settings.
+    """
     piece_class = type(piece)
     defaults = piece
     if isinstance(piece, type):
@@ -300,7 +311,7 @@ def _with_settings(
 
 
 def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserError:
-    """Replace the error of an unknown setting by one that names the pieces of the kind with that setting.
+    """Replace the error of an unknown setting by one that names the other pieces with this setting.
 
     Every other error is returned unchanged.
     """
@@ -378,7 +389,10 @@ def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piec
 
 
 def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
-    """Raise UserError unless a class derives from the kind's, is a dataclass, and defines its method."""
+    """Raise UserError unless a user's class can be a piece of this kind.
+
+    It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
+    """
     expected = f"a class derived from {_base_name(kind)} with a method {_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"
@@ -442,10 +456,10 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
 
 
 def _method_call(kind: Kind) -> str:
-    """Return the call of the method that a kind's pieces define, such as ``estimate(inputs)``, for errors."""
+    """Format a call of the method that pieces of this kind define, for errors: ``estimate(inputs)``."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
 def _base_name(kind: Kind) -> str:
-    """Return the import path of the base class of a kind's pieces, for error texts."""
+    """Return the import path of the base class from which pieces of this kind are derived, for errors."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

@@ -325,7 +325,7 @@ def check_config(
         check.add_invalid(check_engine_arguments(config.rollout.vllm))
     check.add_invalid(check_paths(config))
     if not training:  # a run imports the pieces in any case
-        check.add_invalid(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
+        check.add_invalid(rehearse(_user_pieces(check), reported_keys=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
     files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)

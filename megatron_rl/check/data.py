@@ -225,11 +225,15 @@ class ReadBudget:
 
 
 def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
-    """Check the files and records of a data set; return the records, or None if it cannot be read."""
+    """Check the files and records of a data set; return a preview of the records.
+
+    Errors and warnings are added to ``files``, and ``budget`` limits how much is read. Returns None if the
+    data set cannot be read.
+    """
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
-        error = missing_error(missing_path, data_set.path)
-        files.record_missing(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        missing = missing_error(missing_path, data_set.path)
+        files.record_missing(missing_path, missing.message, data_set.path, KINDS, missing.fix or "")
         return None
 
     try:
@@ -244,14 +248,14 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
             files.warnings.append(partial)
 
         return _check_records(data_set, paths, files, budget.reserve(paths))
-    except OSError as problem:
+    except OSError as error:
         first = _source_paths(data_set.source)[0]
-        fix = "check the rights of the file and of its folders"
-        files.errors.append(unreadable_error(first, data_set.path, str(problem), fix))
+        fix = "check the permissions of the file and of its folders"
+        files.errors.append(unreadable_error(first, data_set.path, str(error), fix))
     except ImportError:  # a machine that only checks may lack the packages that read tables
         return DataPreview(None, None)
-    except UserError as problem:
-        files.errors.append(problem)
+    except UserError as error:
+        files.errors.append(error)
     return None
 
 
@@ -292,8 +296,8 @@ def _check_records(
                 raise item
             first = first or item.values
             records.append(data_set.reader.read(item))
-        except UserError as problem:
-            broken.setdefault((problem.message, problem.got), problem)
+        except UserError as error:
+            broken.setdefault((error.message, error.got), error)
 
     files.errors.extend(broken.values())
     if not broken:  # with wrong field names, the remarks about unread fields would mislead

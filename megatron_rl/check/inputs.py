@@ -305,12 +305,13 @@ def _check_containment(inputs: Inputs) -> None:
 
 
 def _check_environment(inputs: Inputs) -> None:
-    """Check that the environment can be loaded and that the engine has its parser of tool calls."""
+    """Check that the environment can be loaded, and that the engine has its tool-call parser."""
     environment = inputs.config.rollout.environment
     if inputs.config.job != TRAIN or environment is None or not inputs.is_valid("rollout.environment"):
         return
-    hidden_errors = check_not_hidden("rollout.environment", environment.settings)
-    inputs.errors.extend(hidden_errors or environment_errors(environment))
+    # A redacted value, copied from the configuration in a run folder, cannot be used to load the environment.
+    redaction_errors = check_not_hidden("rollout.environment", environment.settings)
+    inputs.errors.extend(redaction_errors or environment_errors(environment))
     inputs.errors.extend(check_tool_parser(environment.tool_parser))
 
 

@@ -49,16 +49,17 @@ class _ImportFailure(LoadFailed):
     ended = True
 
 
-def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[UserError]:
+def rehearse(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ...] = ()) -> list[UserError]:
     """Import each ``file.py:Name`` or ``module:Name`` in a separate process; return the errors.
 
-    ``pieces`` maps a key of the configuration to the name of the object that it names.
+    ``object_paths`` maps a key of the configuration to the path of the user's object that it names.
 
     An import that ends its process, or never finishes, is an error. An import that raises is an error only
-    for the keys in ``only``: `check` imports the code of the other keys itself and reports the exception.
+    for the keys in ``reported_keys``: `check` imports the code of the other keys itself, and reports the
+    exception.
     """
     # A name without a colon belongs to this package and needs no trial.
-    specs = {key: spec for key, spec in pieces.items() if ":" in spec}
+    specs = {key: spec for key, spec in object_paths.items() if ":" in spec}
     if not specs:
         return []
 
@@ -67,7 +68,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
     errors: list[UserError] = []
     for (key, spec), failure in zip(specs.items(), failures, strict=True):
-        if failure is not None and (failure.ended or key in only):
+        if failure is not None and (failure.ended or key in reported_keys):
             expected = "file.py:Name or module:Name that can be imported"
             errors.append(failure.as_error(spec, key, expected))
     return errors

@@ -109,7 +109,11 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors for response filters: a user's function, a minimum above all limits, and refill."""
+    """Return the errors of the settings in `rollout.filters`.
+
+    They are errors of a user's filter function, a minimum length above the longest response, and errors of
+    ``refill``, which samples removed responses again.
+    """
     filters = config.rollout.filters
     errors: list[UserError] = []
     if filters.function is not None:

@@ -306,8 +306,11 @@ def _did_you_mean_error(entry: _UnknownEntry, replacements: Mapping[str, _Replac
 
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
-    """Return the error for a name without a counterpart in this project."""
-    # A name without a reason is not in the list of names without a counterpart: there may be one.
+    """Return the error for a name that has no counterpart in this project, or none that is known.
+
+    ``reason``: why it has none, from the list of other projects' names.
+    """
+    # Without a reason the name is not in this list, and the reference may have a setting for it.
     message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:

@@ -237,7 +237,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
 
     ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
     these ranks on all nodes of the kind. Its letters are those of `legend`: t tensor, c context, p pipeline,
-    d data.
+    d data; in the row of the rollout, r replica.
     """
     ranks = [node * per_node + slot for node in kind.nodes for slot in slots]
     positions = [layout.coordinates(rank) for rank in ranks]

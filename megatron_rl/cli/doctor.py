@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         "machine": [*shared_memory(), *disk(), *limits()],
     }
     if not arguments.quick:
-        sections["imports"] = _imports()
+        sections["imports"] = _check_imports()
 
     # Other ranks print their errors now: a machine with errors may fail to join the process group.
     errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
@@ -212,8 +212,11 @@ def _print(sections: Sections) -> None:
         print(f"HEALTHY: {count['warning']} warnings, {count['note']} notes")
 
 
-def _imports() -> list[Finding]:
-    """Import the packages of training: packages with matching version numbers may still fail to load."""
+def _check_imports() -> list[Finding]:
+    """Import torch, Megatron-Core, transformers and vLLM; return a finding for each.
+
+    Packages may fail to load even if their version numbers match.
+    """
     install = "rm -rf .venv, then launch/setup.sh"
     checks: list[tuple[str, Callable[[], str], str]] = [
         ("torch", _import_torch, install),

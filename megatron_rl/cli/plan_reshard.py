@@ -16,7 +16,7 @@ from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.errors import UserError, UserErrors, does_not_divide
+from megatron_rl.errors import UserError, UserErrors, divisor_error
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import (
     Summary,
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
     if len(ranks) % tensor:
         fix = "change --to, the actor's dp, or --rollout-ranks"
-        raise does_not_divide("--to", tensor, len(ranks), "ranks of the engine", fix=fix)
+        raise divisor_error("--to", tensor, len(ranks), "ranks of the engine", fix=fix)
 
     plan = plan_offline(
         config,
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(record, indent=1))
     else:
         layouts = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
-        print("\n".join(_lines(summary, peers, layouts, seconds)))
+        print("\n".join(_summary_lines(summary, peers, layouts, seconds)))
     return 0
 
 
@@ -156,7 +156,11 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
 
 
 def _engine_layout(text: str) -> tuple[int, bool]:
-    """Parse the engine's layout: the ranks of a replica, and whether each expert is on one (``epN``)."""
+    """Parse the layout of the engine, ``tpN`` or ``epN``.
+
+    Returns N, the number of ranks of a replica, and whether each expert is complete on one rank (``epN``)
+    instead of being sharded over all ranks of the replica (``tpN``).
+    """
     sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
@@ -173,11 +177,16 @@ def _engine_layout(text: str) -> tuple[int, bool]:
     return size, "expert" in sizes
 
 
-def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: float) -> list[str]:
+def _summary_lines(
+    summary: Summary,
+    bytes_by_method: Mapping[str, float],
+    layouts: str,
+    planning_seconds: float,
+) -> list[str]:
     """Format the summary of a planned transfer as lines of text.
 
-    ``peers``: bytes that other projects would send, by method. ``layouts``: description of both layouts.
-    ``seconds``: time that planning took.
+    ``bytes_by_method``: bytes that a rank would receive by the method of another project, by the method's
+    name. ``layouts``: description of both layouts. ``planning_seconds``: time that planning took.
     """
     rows = [
         ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),
@@ -196,8 +205,11 @@ def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: 
         ("received needlessly", byte_text(summary.redundant_most)),
         *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
         ("first sync", f"{summary.connect_seconds:.1f} s more to connect, assumed"),
-        *((f"{name}", f"{byte_text(value)} received per rank (formula)") for name, value in peers.items()),
-        ("planned in", f"{seconds:.1f} s"),
+        *(
+            (f"{name}", f"{byte_text(value)} received per rank (formula)")
+            for name, value in bytes_by_method.items()
+        ),
+        ("planned in", f"{planning_seconds:.1f} s"),
     ]
 
     width = max(len(name) for name, _ in rows)

@@ -354,16 +354,19 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
 
 
 def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return the bytes of an optimizer's state in a checkpoint, of ``state_total`` bytes in memory."""
-    states = state_bytes(optimizer, weight_bytes)
+    """Convert the bytes of an optimizer's state in memory to its bytes in a checkpoint.
+
+    ``state_total``: bytes of the state in memory. ``weight_bytes``: bytes of one model weight, by its dtype.
+    """
+    bytes_per_parameter = state_bytes(optimizer, weight_bytes)
     if optimizer.offload:
         # Gradients, 4 of the 16 bytes, are not saved.
-        return state_total * 12 // states
+        return state_total * 12 // bytes_per_parameter
     # A distributed optimizer also saves float32 weights that belong to the model.
-    saved_states = states
+    saved_per_parameter = bytes_per_parameter
     if optimizer.distributed and weight_bytes == 4:
-        saved_states += 4
-    return state_total * saved_states // states
+        saved_per_parameter += 4
+    return state_total * saved_per_parameter // bytes_per_parameter
 
 
 @dataclass(frozen=True)
@@ -541,9 +544,10 @@ def _trained_weights(
 def _adapter_counts(
     lora: LoraConfig, shape: ModelShape, layout: ParallelLayout, stages: Sequence[Sequence[int]], stage: int
 ) -> tuple[tuple[int, int], int]:
-    """Count the parameters of a rank's adapters and of the layers that have them.
+    """Count the parameters that a rank of pipeline stage ``stage`` trains with adapters.
 
-    Return (dense with a new head, experts) of the adapters, and the parameters of the layers.
+    Returns the pair (trained parameters outside experts, adapter parameters of experts), and the number of
+    base parameters of the adapted layers. The first includes a scalar head, which is trained in full.
     """
     adapter = Lora.of(shape, lora.rank, lora.targets)
     dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)

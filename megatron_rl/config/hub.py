@@ -131,6 +131,7 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
                             where=key,
                             expected=_EXPECTED,
                             got=name,
+                            fix="write the name as the Hub shows it, or the path of a local copy",
                         )
                     )
             if copy is not None:
@@ -153,7 +154,11 @@ def _is_name(value: Any) -> bool:
 
 
 def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
-    """Return the path of a copy, downloaded if necessary; add it to ``incomplete`` if files are missing."""
+    """Return the path of a Hub repository's copy on this machine; download it if necessary.
+
+    With ``weights`` the weights of a model are downloaded, too. A copy that misses files is added to
+    ``incomplete`` with the reason, by its path.
+    """
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)

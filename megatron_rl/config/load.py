@@ -119,7 +119,10 @@ def _parse_loaded_tree(
 
 
 def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
-    """Return the configuration of a complete tree and the state of parsing, which appends to ``errors``."""
+    """Parse a complete tree of sections into a configuration; append all errors to ``errors``.
+
+    Returns the configuration, and the `Parse` with the origin of each value and the paths of invalid values.
+    """
     parse = Parse(errors=errors)
     # Read the job first, since it decides which keys are required.
     job = tree.children.get("job")

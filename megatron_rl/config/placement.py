@@ -213,10 +213,10 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 
 
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
-    """Return the configuration with the order of rollout ranks that moves the least weights, and the reason.
+    """Order the rollout ranks so that a weight sync transfers the fewest bytes; also return the reason.
 
-    The order decides which ranks form a replica, and so how many of its weights a rank already has as part of
-    the actor.
+    Consecutive ranks form a replica of the engine. A rank of a replica already has some of its weights, as a
+    rank of the actor, and receives only the others: how many depends on the order.
     """
     ranks = config.rollout.ranks
     assert ranks is not None

@@ -509,9 +509,12 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
     """Expand the short form of a section at ``path``; return None for any other value or path.
 
-    ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and so is the name
-    of an environment. A text in place of an evaluation set is its ``data``, and ``off`` in place of a health
-    rule is ``on: false``.
+    The short forms, and the sections that they stand for:
+
+    - ``algorithm.policy_loss: gspo`` is ``algorithm.policy_loss: {name: gspo}``, as for every piece;
+    - ``rollout.environment: NAME`` is ``rollout.environment: {name: NAME}``;
+    - ``evaluation.sets.math: FILE`` is ``evaluation.sets.math: {data: FILE}``;
+    - ``health.rules.RULE: off`` is ``health.rules.RULE: {on: false}``.
     """
     match list(path):
         case ["algorithm", _] | ["rollout", "environment"]:

@@ -349,7 +349,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     # The filter of system calls comes last: the steps before it need calls that it refuses.
     os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or "/tmp"
     is_scoped = _restrict(limits, isolation, has_root)
-    _filter(limits, isolation, has_root, is_scoped)
+    _filter_system_calls(limits, isolation, has_root, is_scoped)
     return isolation.unenforced
 
 
@@ -420,7 +420,7 @@ def _restrict(
     isolation: Isolation,
     has_root: bool,
 ) -> bool:
-    """Restrict signals, abstract sockets and, without a new root, files with Landlock.
+    """Restrict signals, abstract sockets and, without a root directory of its own, files with Landlock.
 
     Returns whether abstract sockets and signals are restricted.
     """
@@ -462,17 +462,21 @@ def _restrict(
     return is_scoped
 
 
-def _filter(
+def _filter_system_calls(
     limits: Mapping[str, Any],
     isolation: Isolation,
     has_root: bool,
     is_scoped: bool,
 ) -> None:
-    """Filter system calls, and sockets that could reach programs outside."""
+    """Forbid system calls and sockets with which the process could reach programs outside of its confinement.
+
+    ``has_root``: whether the process has its own root directory. ``is_scoped``: whether Landlock restricts
+    abstract sockets. Protections that the kernel does not allow are added to ``isolation.unenforced``.
+    """
     own_network = isolation.namespaces and not limits["network"]
     allow_network = bool(limits["network"] or limits.get("loopback") or own_network)
-    # Local sockets have names in files, which a root restricts, or abstract names, which a network namespace
-    # or Landlock restricts.
+    # A local (Unix) socket is named by a file or by an abstract name. Local sockets are allowed only if both
+    # are restricted: files by a root of its own, abstract names by a network namespace or by Landlock.
     allow_local = has_root and (own_network or is_scoped)
 
     # Without network, opening a socket fails with an error that names the reason.

@@ -594,10 +594,11 @@ class ChatFormat(Protocol):
         """Return the tokens of a prompt of ``messages`` and ``tools``; raises UserError for invalid ones."""
         ...
 
-    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens from the end of a turn to the start of the next, with the observed ``messages``.
+    def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between two turns of the policy, with the environment's ``messages`` in them.
 
-        ``last`` is the stop token that ended the turn, which is not repeated, or None if a limit ended it.
+        ``stop_token`` is the token with which the policy ended its turn, which is not repeated, or None if a
+        limit ended the turn.
         """
         ...
 
@@ -621,8 +622,8 @@ class PlainText:
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return with_prefix(text_prefix(self._tokenizer), tokens)
 
-    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the observed messages' contents; ``last`` is not needed without a template."""
+    def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of the contents of ``messages``; ``stop_token`` is ignored without a template."""
         text = "".join(message["content"] for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -655,19 +656,19 @@ class ChatTemplate(PlainText):
         text = self._conversation_text.prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
+    def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the text that the chat template writes between two turns.
 
-        See `ChatFormat.extend`.
+        See `ChatFormat.encode_between_turns`.
         """
         tail = self._conversation_text.tail(messages)
         tokens = self._tokenizer.encode(tail, add_special_tokens=False)
-        if last not in tokens:
+        if stop_token not in tokens:
             return tokens
 
         # The token closes the policy's turn only if nothing but whitespace precedes it. After other text it
         # closes a later message, and the policy ended its turn with a different token.
-        end = tokens.index(last)
+        end = tokens.index(stop_token)
         if self._tokenizer.decode(tokens[:end]).strip():
             return tokens
         return tokens[end + 1 :]

@@ -20,10 +20,13 @@ from megatron_rl.launcher import report_errors
 _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
 
 
-def make(directory: str | Path, tasks: Sequence[str], problems: int, held_out: int, seed: int) -> None:
-    """Write ``problems`` problems to train on and ``held_out`` other problems, alternating between the tasks.
+def write_data_sets(
+    directory: str | Path, tasks: Sequence[str], problems: int, held_out: int, seed: int
+) -> None:
+    """Write two data sets of problems to ``directory``, both alternating between ``tasks``.
 
-    Raises UserError if the package is not installed or lacks a task.
+    ``train.jsonl`` gets ``problems`` problems to train on, and ``eval.jsonl`` ``held_out`` other ones. Raises
+    UserError if the package reasoning-gym is not installed or lacks a task.
     """
     try:
         from reasoning_gym import create_dataset
@@ -93,7 +96,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         tasks = options.tasks.split(",")
-        make(options.directory, tasks, options.problems, options.held_out, options.seed)
+        write_data_sets(options.directory, tasks, options.problems, options.held_out, options.seed)
     except UserError as error:
         report_errors(error)
         return EXIT_BAD_INPUT

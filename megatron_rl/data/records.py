@@ -118,7 +118,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
 
 
 def source_text(source: DataPath) -> str:
-    """Join the paths of a data set to one text for messages."""
+    """Return the paths of a data set as one comma-separated text, for messages."""
     if isinstance(source, str | Path):
         return str(source)
     return ", ".join(map(str, source))

@@ -2,9 +2,9 @@
 
 Transformer Engine prefers the cuDNN in CUDA_HOME or in the library path, and loads the libraries that cuDNN
 consists of by name. If torch's own cuDNN is in the same process, libraries of both are mixed: on an H100 with
-cuDNN 9.14 on the machine
-and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every convolution raised. The dynamic loader
-does not search for a library that is already loaded, so torch's libraries are loaded first.
+cuDNN 9.14 on the machine and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every convolution
+raised. The dynamic loader does not search for a library that is already loaded, so torch's libraries are
+loaded first.
 """
 
 from __future__ import annotations

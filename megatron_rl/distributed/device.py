@@ -279,8 +279,8 @@ class MemoryReading:
 def read_memory(*, restart: bool = False) -> MemoryReading | None:
     """Return the device's memory use, or None on a host, whose peak cannot be restarted within a step.
 
-    After the reading, ``restart`` starts a new peak for the next one; `peak_memory` still includes the
-    earlier peak. The call does not wait for the device, since PyTorch's allocator counts on the host.
+    ``restart`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The call
+    does not wait for the device, since PyTorch's allocator counts on the host.
     """
     if not _in_use():
         return None

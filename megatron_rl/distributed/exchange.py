@@ -96,8 +96,9 @@ class _Field(NamedTuple):
 class ReplicaGroup:
     """Ranks that hold a replicated batch. Results computed per shard are gathered onto all of them.
 
-    ``ranks`` None means the whole job. The communicator of other ranks must already exist, since creating it
-    is collective over the job, see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
+    ``ranks`` None means all ranks of the job. The communicator of a smaller group must exist before: creating
+    it is collective over the job (see `communicator`). ``gather_stats`` accumulates the cost of
+    `gather_rows`.
     """
 
     def __init__(

@@ -285,7 +285,8 @@ async def _read_body(request: web.Request) -> bytes:
     try:
         while not reading.done():
             await asyncio.wait([reading], timeout=_BODY_CHECK_SECONDS)
-            if not reading.done() and request.protocol._messages:
+            is_incomplete = not reading.done() and not request.content.is_eof()
+            if is_incomplete and request.protocol._messages:
                 # Close after the response: nothing further on the connection can be parsed.
                 request.protocol.close()
                 request.content.feed_eof()

@@ -51,8 +51,8 @@ class Message(str):
     """Number of tokens before the turn, including the prompt."""
 
     tool_calls: tuple[dict[str, Any], ...]
-    """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
-    is set; the text then excludes the calls."""
+    """Tool calls in the format of OpenAI's API, if the episode was opened with tools and
+    `rollout.environment.tool_parser` is set; the text then excludes the calls."""
 
     def __new__(
         cls,
@@ -86,7 +86,7 @@ class Opening(NamedTuple):
     """Messages for the tokenizer's chat template."""
 
     tools: list[dict[str, Any]] | None = None
-    """Tools in OpenAI's form, for the template and the parser of tool calls."""
+    """Functions that the policy may call, in the JSON format of OpenAI's API, or None."""
 
 
 class TurnSource(Protocol):
@@ -129,9 +129,10 @@ class Episode:
         self._opening: Opening | None = None
 
     def open(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
-        """Replace the record's prompt by messages, with tools in OpenAI's form.
+        """Start the conversation with ``messages`` instead of the prompt of the data set's record.
 
-        They are rendered by the tokenizer's chat template. Must be called before the policy's first turn.
+        ``tools`` are definitions of functions that the policy may call, in the JSON format of OpenAI's API.
+        The tokenizer's chat template renders both. Must be called before the policy's first turn.
         """
         if self.messages:
             raise WrongUse("an episode was opened after its first turn")
@@ -184,10 +185,10 @@ class Environment:
     own_processes: ClassVar[int] = 0
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Run the episode and return its reward, or named numbers with ``reward`` among them.
+        """Run the episode and return its reward, or a mapping of named numbers that includes ``reward``.
 
-        None leaves the reward to `reward.function` and `reward.models`. Every exception except Truncated
-        makes the episode invalid, so it has no reward.
+        If the result is None, `reward.function` and `reward.models` compute the reward. Every exception
+        except Truncated makes the episode invalid, so it has no reward.
         """
         raise NotImplementedError
 
@@ -207,10 +208,11 @@ class StepEnvironment(Environment):
         raise NotImplementedError
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Alternate turns and steps until `step` is done; the reward is the sum of its rewards."""
-        ready = self.reset(episode)
-        if inspect.isawaitable(ready):
-            await ready
+        """Alternate turns of the policy and calls of `step` until the end; return the sum of the rewards."""
+        # `reset` and `step` may be coroutine functions.
+        reset_result = self.reset(episode)
+        if inspect.isawaitable(reset_result):
+            await reset_result
 
         total = 0.0
         while True:
@@ -224,7 +226,7 @@ class StepEnvironment(Environment):
             if inspect.isawaitable(result):
                 result = await result
             if not isinstance(result, tuple) or len(result) not in (3, 5):
-                raise WrongUse(f"expected (observation, reward, done) of step, got {result!r:.80}")
+                raise WrongUse(f"expected (observation, reward, done) from step, got {result!r:.80}")
 
             # Of Gym's five values, `terminated` or `truncated` ends the episode; `info` is ignored.
             observation, reward, *ends = result

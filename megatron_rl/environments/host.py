@@ -125,14 +125,15 @@ class TurnRequest(NamedTuple):
     """Largest number of tokens of the turn, or None if unlimited."""
 
     opening: Opening | None = None
-    """Messages in place of the record's prompt; only the first request of an episode may have them."""
+    """Messages and tools in place of the record's prompt, only in the first request of an episode."""
 
 
 class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
-    Example:
-        >>> EpisodeEnd(3, reward=1.0).truncated
+    Example: episode 3 ended with the reward 1, and before it reached the limit of tokens or turns.
+
+        >>> EpisodeEnd(number=3, reward=1.0).truncated
         False
     """
 
@@ -146,7 +147,7 @@ class EpisodeEnd(NamedTuple):
     """Named components, in addition to the reward."""
 
     truncated: bool = False
-    """Whether the episode ended because no tokens or turns were left."""
+    """Whether the episode was cut off at the limit of tokens or turns."""
 
     failure: str | None = None
     """Failure reason, or None for a valid episode."""

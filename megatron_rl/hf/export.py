@@ -450,37 +450,41 @@ def _transfers_by_step(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
-    """Return (region, receiver, sender) of all transfers of each step; holders take turns as senders."""
+    """Return the transfers of each export step as (region, writing rank, sending rank).
+
+    ``steps`` map each writing rank to the piece that it writes. The ranks that hold a region take turns as
+    its sender.
+    """
     # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
     steps_by_row: dict[str, list[tuple[int, int]]] = {}
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         for writer, piece in step.items():
             dtypes[piece.name] = piece.dtype
             for box in piece.boxes(writer):
                 boxes.setdefault(writer, []).append(box)
-                steps_by_row.setdefault(box.name, []).append((box.start[0], number))
+                steps_by_row.setdefault(box.name, []).append((box.start[0], step_index))
 
     destinations = []
     for writer, writer_boxes in boxes.items():
         destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
 
     transfers: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(compute_regions(sources, destinations)):
+    for region_index, region in enumerate(compute_regions(sources, destinations)):
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
         last_start = (region.start[0], len(steps))
         index = bisect_right(starts, last_start) - 1
-        step = starts[index][1]
+        step_index = starts[index][1]
 
         # A writer that has the region itself sends no message.
         holders = region.holders
-        sender = holders[number % len(holders)]
+        sender = holders[region_index % len(holders)]
         if writer in holders:
             sender = writer
-        transfers[step].append((region, writer, sender))
+        transfers[step_index].append((region, writer, sender))
     return transfers
 
 

@@ -140,6 +140,7 @@ class CheckpointFiles:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
                     where=str(self.path / INDEX),
+                    expected="every file of the index",
                     got="missing " + ", ".join(absent_files),
                     fix="download the checkpoint again, with all its files",
                 )

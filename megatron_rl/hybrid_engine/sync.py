@@ -222,10 +222,7 @@ class HybridEngine:
 
     @property
     def plan(self) -> ReshardPlan:
-        """Return the reshard plan of the weights, built once.
-
-        The first access is collective over the group.
-        """
+        """Return the reshard plan, built once. The first access is collective over the group."""
         return self._transfers[0].plan
 
     @property

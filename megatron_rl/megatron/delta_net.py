@@ -260,8 +260,12 @@ def _normalise(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Prevent Megatron's constructor from raising without flash-linear-attention (0.16.1 and 0.19.2)."""
-    # Look up the constructor's module: 0.19 has a package in place of the module of 0.16.
+    """Let Megatron's constructor run without the package flash-linear-attention.
+
+    The constructor of Megatron-Core 0.16.1 and of 0.19.2 raises an exception if the flag ``HAVE_FLA`` of its
+    module is false. The flag is true during the block, and restored afterwards.
+    """
+    # Look the constructor's module up by name: 0.16 has one module, 0.19 a package in its place.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
     available: bool = vars(module)["HAVE_FLA"]
     setattr(module, "HAVE_FLA", True)

@@ -603,10 +603,13 @@ def kernels_work(dtype: torch.dtype) -> bool:
 
 
 def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> tuple[float, dict[str, float]]:
-    """Compare both passes with the kernels, or ``reductions``, with a dense softmax in float64.
+    """Measure the errors of log-probs and their gradient against a dense softmax in float64.
 
-    Returns the largest difference of normaliser, log-prob and entropy, and the relative error of the weight's
-    gradient by probability of the token: certain (p > 0.99), rare (p < 0.01) and other ones.
+    The forward and backward passes under test run on this machine's device in ``dtype``, with Triton's
+    kernels unless ``reductions`` has other implementations.
+
+    Returns the largest absolute error of any normaliser, log-prob or entropy, and the relative error of the
+    output weight's gradient for each class of tokens: ``certain`` (p > 0.99), ``rare`` (p < 0.01), ``other``.
     """
     # 690 of 700 rows are tokens, so the last block of the kernels is not full. Hidden states contain their
     # target's row with growing factors, so that probabilities range from rare to certain.

@@ -124,9 +124,11 @@ class RepeatedNgrams:
 
 
 def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
-    """Return the tokens that would repeat an n-gram of a row, where n is ``size``, at least 2.
+    """Return the tokens that are forbidden at the selected positions because they would repeat an n-gram.
 
-    ``tokens`` [m] is the row, and ``index`` [count] the ascending positions of its selected tokens.
+    ``tokens`` [m] are the tokens of one row, ``index`` [count] the ascending positions of its selected
+    tokens, and ``size`` is n, at least 2. A token is forbidden if it and the n - 1 tokens before the position
+    already occur earlier in the row.
     """
     row = tokens.numpy()
     positions = index.numpy()
@@ -134,31 +136,33 @@ def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
         no_pairs = torch.empty(0, dtype=torch.int64)
         return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
 
-    # Window w is the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get one number.
+    # Window w is the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get the same id.
     windows = numpy.lib.stride_tricks.sliding_window_view(row[:-1], size - 1)
-    _, numbers = numpy.unique(windows, axis=0, return_inverse=True)
+    _, window_ids = numpy.unique(windows, axis=0, return_inverse=True)
 
-    # Sorted by number, then by window, the earlier equal windows of a window come directly before it.
-    order = numpy.argsort(numbers, kind="stable")
-    ordered = numbers[order]
-    num_earlier = numpy.arange(len(order)) - numpy.searchsorted(ordered, ordered)
-    index_in_order = numpy.empty_like(order)
-    index_in_order[order] = numpy.arange(len(order))
+    # Sorted by id, then by position, the earlier equal windows of a window come directly before it.
+    sorted_windows = numpy.argsort(window_ids, kind="stable")
+    sorted_ids = window_ids[sorted_windows]
+    num_earlier = numpy.arange(len(sorted_windows)) - numpy.searchsorted(sorted_ids, sorted_ids)
+    sorted_index = numpy.empty_like(sorted_windows)
+    sorted_index[sorted_windows] = numpy.arange(len(sorted_windows))
 
     # Pair the window before a selected token with each earlier equal window, whose next token is banned.
     selected_windows = positions - (size - 1)
     has_window = selected_windows >= 0
-    selected_indices = index_in_order[selected_windows[has_window]]
+    selected_indices = sorted_index[selected_windows[has_window]]
     counts = numpy.zeros(len(positions), numpy.int64)
     counts[has_window] = num_earlier[selected_indices]
     offsets = numpy.concatenate(([0], counts.cumsum()))
 
-    items = numpy.repeat(numpy.arange(len(positions)), counts)
+    # One entry per pair: the index of its selected token, and the start of its earlier window.
+    pair_items = numpy.repeat(numpy.arange(len(positions)), counts)
     first_indices = numpy.zeros(len(positions), numpy.int64)
     first_indices[has_window] = selected_indices - num_earlier[selected_indices]
-    earlier = order[first_indices[items] + numpy.arange(offsets[-1]) - offsets[items]]
-    banned = row[earlier + size - 1].astype(numpy.int64)
-    return RepeatedNgrams(torch.from_numpy(items), torch.from_numpy(banned), offsets)
+    index_in_item = numpy.arange(offsets[-1]) - offsets[pair_items]
+    earlier_windows = sorted_windows[first_indices[pair_items] + index_in_item]
+    banned = row[earlier_windows + size - 1].astype(numpy.int64)
+    return RepeatedNgrams(torch.from_numpy(pair_items), torch.from_numpy(banned), offsets)
 
 
 @dataclass(frozen=True)

@@ -215,25 +215,25 @@ def _frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
-    """Return RoPE's inverse frequencies and the factor of cos and sin for one kind of attention.
+    """Return RoPE's inverse frequencies in layers of one type, and the factor that scales cos and sin.
 
-    ``layer_type`` is transformers' name of it, "full_attention" or "sliding_attention", or None if the config
-    does not distinguish them.
+    ``layer_type`` is transformers' name of the type, "full_attention" or "sliding_attention", or None if the
+    config has the same RoPE for all layers.
     """
-    kind_of_layer = layer_type or "full_attention"
-    parameters = rope_parameters(model.config, kind_of_layer)
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
+    config_key = layer_type or "full_attention"
+    parameters = rope_parameters(model.config, config_key)
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
         head_dim = _head_size(model.shape, layer_type)
-        size = model.shape.qk_rope or int(head_dim * rotary_fraction(model.config, kind_of_layer))
+        size = model.shape.qk_rope or int(head_dim * rotary_fraction(model.config, config_key))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
     # transformers computes scaled frequencies, for one type of layer if the config distinguishes them.
-    layer = {}
+    layer_argument = {}
     if layer_type is not None:
-        layer = {"layer_type": layer_type}
-    return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
+        layer_argument = {"layer_type": layer_type}
+    return ROPE_INIT_FUNCTIONS[rope_type](hf_config, device.host(), **layer_argument)
 
 
 def _head_size(shape: ModelShape, layer_type: str | None) -> int:

@@ -321,7 +321,7 @@ def pack_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows in the form of `PackedAttention`, in host memory.
+    """Return the row boundaries of a packed sequence in the form of `PackedAttention`, in host memory.
 
     Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
     a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards
@@ -376,9 +376,10 @@ def pack_whole_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows for attention between boundaries, in host memory.
+    """Return the row boundaries of a packed sequence for kernels that take them, in host memory.
 
-    No row is padded. This rank has shard ``context_rank`` of ``context`` equal shards of the sequence.
+    The rows are consecutive, and attention is computed inside each of them. No row is padded. This rank has
+    shard ``context_rank`` of ``context`` equal shards of the sequence.
     """
     return PackedRows(
         qkv_format="rows",

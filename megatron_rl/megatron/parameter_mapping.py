@@ -46,8 +46,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A rank's part of one parameter."""
+class _ParameterShard:
+    """Shard of one parameter on this rank: shard ``index`` of ``count`` equal shards.
+
+    Example: ``_ParameterShard(1, 4)`` is the second of four shards.
+    """
 
     index: int
     """Index of the rank among the ranks that shard the parameter."""
@@ -84,16 +87,20 @@ class _SourceRows:
             position += rows
 
 
-CopyRule = Callable[[Tensor, Sequence[_SourceRows], _Cut], None]
-"""Function that fills a parameter from its Hugging Face tensors; arguments: target, sources, cut."""
+CopyRule = Callable[[Tensor, Sequence[_SourceRows], _ParameterShard], None]
+"""Function that fills this rank's shard of a Megatron parameter from Hugging Face tensors.
+
+Arguments: ``target``, the parameter on this rank; ``sources``, the rows of the Hugging Face tensors that
+belong
+to the complete parameter; ``shard``, the index and the number of its shards."""
 
 
 def _copy_complete(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter that is complete on every rank."""
+    """Fill a parameter that is complete on every rank from its only source."""
     (source,) = sources
     target.copy_(source.contiguous_rows)
 
@@ -101,49 +108,58 @@ def _copy_complete(
 def _copy_rows(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with this rank's shard of the source's rows, or with all rows if it is replicated."""
+    """Fill a parameter with this rank's shard of its only source's rows, or all if replicated."""
     (source,) = sources
     if len(target) == source.count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
         source.copy_to(target, 0)
         return
-    source.copy_to(target, cut.index * (source.count // cut.count))
+    source.copy_to(target, shard.index * (source.count // shard.count))
 
 
 def _copy_columns(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with this rank's shard of the source's columns."""
+    """Fill a parameter with this rank's shard of the columns of its only source."""
     (source,) = sources
-    columns = source.contiguous_rows.shape[1] // cut.count
-    target.copy_(source.contiguous_rows.narrow(1, cut.index * columns, columns))
+    columns = source.contiguous_rows.shape[1] // shard.count
+    target.copy_(source.contiguous_rows.narrow(1, shard.index * columns, columns))
 
 
 def _copy_sections(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter that concatenates this rank's shard of the rows of each source."""
+    """Fill a parameter that is a concatenation: this rank's shard of the rows of each source, in order.
+
+    Example: the gate and up projections, which Megatron fuses into one parameter.
+    """
     position = 0
     for source in sources:
-        rows = source.count // cut.count
-        source.copy_to(target.narrow(0, position, rows), cut.index * rows)
+        rows = source.count // shard.count
+        source.copy_to(target.narrow(0, position, rows), shard.index * rows)
         position += rows
 
 
 def _copy_query_key_value(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Interleave rows by group: a group's queries, their gates, its key, its value, then the next group."""
+    """Fill this rank's shard of a fused query, key and value weight.
+
+    The complete weight has the rows of one group of heads after the other: its queries, their gates if the
+    model has them, its key, and its value. ``sources`` are the separate weights in this order. The shards are
+    equal numbers of rows, so one may begin and end inside a group.
+    """
     rows = target.shape[0]
-    target_begin = cut.index * rows
+    target_begin = shard.index * rows
+    # The query weight's number of groups, which is the number of key-value heads.
     groups = sources[0].source.heads
     group_sizes = [source.count // groups for source in sources]
 
@@ -163,7 +179,7 @@ def _copy_query_key_value(
 def _copy_stacked(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
     """Fill a replicated parameter that concatenates its complete sources."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
@@ -173,11 +189,14 @@ def _copy_stacked(
 def _copy_vocabulary(
     target: Tensor,
     sources: Sequence[_SourceRows],
-    cut: _Cut,
+    shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with one row per token of this rank's shard; padding rows stay unchanged."""
+    """Fill an embedding or output layer with this rank's shard of its only source's rows, one per token.
+
+    Rows that pad the vocabulary stay unchanged.
+    """
     (source,) = sources
-    begin = cut.index * target.shape[0]
+    begin = shard.index * target.shape[0]
     rows = min(source.count - begin, target.shape[0])
     if rows > 0:
         source.copy_to(target.narrow(0, 0, rows), begin)
@@ -193,7 +212,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "vocabulary": _copy_vocabulary,
     "stacked": _copy_stacked,
 }
-"""Value of `Weight.cut` -> rule that fills the parameters of weights with this cut."""
+"""Value of `Weight.cut` -> function that fills the parameters of weights that are sharded in this way."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """Pattern of an expert's number in a parameter's name.
 
@@ -214,8 +233,8 @@ def import_parameters(
     """
     # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
-    dense_cut = _Cut(shard.tensor, shard.tensor_size)
-    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size)
+    dense_shard = _ParameterShard(shard.tensor, shard.tensor_size)
+    expert_shard = _ParameterShard(shard.expert_tensor, shard.expert_tensor_size)
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
@@ -230,7 +249,7 @@ def import_parameters(
             if name not in outer:
                 raise _unknown_parameter_error(name, outer)
             rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
-            _COPY_RULES[outer[name].cut](target, rows, dense_cut)
+            _COPY_RULES[outer[name].cut](target, rows, dense_shard)
             continue
 
         # Build the table of a layer's weights once for all parameters of the layer.
@@ -253,10 +272,10 @@ def import_parameters(
         for source in weight.sources:
             tensor_name = prefix + source.name.format(expert=expert)
             rows.append(_SourceRows(sources[tensor_name], source))
-        cut = dense_cut
+        parameter_shard = dense_shard
         if weight.expert:
-            cut = expert_cut
-        _COPY_RULES[weight.cut](target, rows, cut)
+            parameter_shard = expert_shard
+        _COPY_RULES[weight.cut](target, rows, parameter_shard)
 
 
 def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:

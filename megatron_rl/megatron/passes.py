@@ -93,7 +93,7 @@ class PassGuard:
         self._budget = 0
         self._microbatch_tokens = 0
         self._reading: device.MemoryReading | None = None
-        self._obstacle: str | None = None
+        self._repeat_obstacle: str | None = None
         self._shortage: Shortage | None = None
         self._voted = False
         self._vote = torch.zeros(2, dtype=torch.int64)
@@ -113,8 +113,8 @@ class PassGuard:
         of a training pass. The second pass gives the same result as a first pass with the smaller
         micro-batches would have given. Raises OutOfMemory. Collective over the role's ranks.
         """
-        self._obstacle = repeat_obstacle(self.model, trains=clear is not None)
-        if self._obstacle is not None:
+        self._repeat_obstacle = repeat_obstacle(self.model, trains=clear is not None)
+        if self._repeat_obstacle is not None:
             result, _ = self._attempt(compute, budget)
             return result
 
@@ -153,7 +153,7 @@ class PassGuard:
             shortage = Shortage(
                 self.role, device.rank(), budget, first_line(error), largest_tensors(self.model)
             )
-            reason = self._obstacle
+            reason = self._repeat_obstacle
             if self._voted:
                 reason = "it ended its micro-batches, and other ranks reduce gradients"
             # Raise without notifying the other ranks, which may be inside a collective.
@@ -168,20 +168,21 @@ class PassGuard:
         return None, True
 
     def begin(self, microbatch_tokens: int) -> None:
-        """Start to measure a pass, before its micro-batches; the largest has ``microbatch_tokens`` tokens."""
+        """Start to measure the memory of a pass; its largest micro-batch has ``microbatch_tokens`` tokens."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
             self._reading = device.read_memory(restart=True)
 
     def end(self) -> None:
-        """Measure and vote after the micro-batches of a pass, before its gradients are reduced.
+        """End the micro-batches of a pass on this rank, before its gradients are reduced.
 
-        Raises _OtherRankFailed if another rank failed. Collective over the role's ranks if the pass can be
-        repeated.
+        Records the memory that the pass used, and exchanges with the other ranks whether any of them ran out
+        of memory. Raises _OtherRankFailed if one did. Collective over the role's ranks if the pass can be
+        repeated (`repeat_obstacle`).
         """
         if self.measures:
             self._record_memory()
-        if self._obstacle is None:
+        if self._repeat_obstacle is None:
             self._exchange_votes(failed=False)
             self._voted = True
             if self._vote[0]:

@@ -96,7 +96,7 @@ def build_microbatches(
     batch: Any,
     tokens_per_microbatch: int,
     select: Tensor,
-    before: bool = True,
+    from_previous_token: bool = True,
     unit: int = 1,
     has_loss: bool = False,
     top_tokens: TopTokens | None = None,
@@ -106,11 +106,12 @@ def build_microbatches(
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
-    tokens whose outputs are computed: with ``before`` from the hidden state of the preceding token, which
-    predicts the token, otherwise from the token's own hidden state. ``unit`` consecutive rows, such as the
-    two answers of a preference pair, stay in one micro-batch. With ``has_loss`` the micro-batches of the last
-    stage contain their rows of the batch, which the loss reads. ``top_tokens`` requests the most likely
-    tokens of each distribution, ``squared_probs`` the sum of its squared probabilities.
+    tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from the
+    hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
+    ``unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch. With
+    ``has_loss`` the micro-batches of the last stage contain their rows of the batch, which the loss reads.
+    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
+    squared probabilities.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -136,7 +137,9 @@ def build_microbatches(
         rows: list[int] = []
         for number in units:
             rows += range(number * unit, (number + 1) * unit)
-        micros.append(_pack(model, batch, rows, select, before, has_loss, top_tokens, squared_probs))
+        micros.append(
+            _pack(model, batch, rows, select, from_previous_token, has_loss, top_tokens, squared_probs)
+        )
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
@@ -186,7 +189,7 @@ def _pack(
     batch: Any,
     rows: list[int],
     select: Tensor,
-    before: bool,
+    from_previous_token: bool,
     has_loss: bool,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
@@ -196,7 +199,7 @@ def _pack(
     The other arguments are those of `build_microbatches`.
     """
     layout = model.groups.layout
-    shift = int(before)
+    shift = int(from_previous_token)
 
     # Tokens of the rows, one row after another, and the mask of the selected tokens.
     row_index = torch.tensor(rows, dtype=torch.long)
@@ -204,7 +207,7 @@ def _pack(
     positions = token_index(batch.lengths, row_index)
     tokens = batch.tokens[positions]
     mask = select[positions].clone()
-    if before:
+    if from_previous_token:
         first_tokens = lengths.cumsum(0) - lengths
         mask[first_tokens] = False  # no hidden state predicts a row's first token
     selected = mask.nonzero()[:, 0]
@@ -320,17 +323,20 @@ def forward_only(
     tokens_per_microbatch: int,
     select: Tensor,
     *,
-    before: bool = True,
-    record: bool = False,
+    from_previous_token: bool = True,
+    record_experts: bool = False,
     guard: PassGuard | None = None,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before``, ``top_tokens`` and ``squared_probs`` as in `build_microbatches`; ``record`` also returns the
-    experts of each token; ``guard`` repeats a pass that runs out of memory. Every rank of the last stage gets
-    the outputs of its data-parallel share, other ranks an empty list. Collective over the model's ranks.
+    ``from_previous_token``: whether a token's output is that of the preceding token's hidden state, which
+    predicts it. ``record_experts``: whether also to return the experts that processed each token. ``guard``
+    repeats a pass that runs out of memory. ``top_tokens`` and ``squared_probs`` as in `build_microbatches`.
+
+    Every rank of the last stage gets the outputs of its data-parallel share, other ranks an empty list.
+    Collective over the model's ranks.
     """
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
@@ -338,7 +344,13 @@ def forward_only(
 
     def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
         micros, _ = build_microbatches(
-            model, batch, tokens, select, before, top_tokens=top_tokens, squared_probs=squared_probs
+            model,
+            batch,
+            tokens,
+            select,
+            from_previous_token,
+            top_tokens=top_tokens,
+            squared_probs=squared_probs,
         )
         for chunk in model.wrapped:
             chunk.eval()
@@ -346,7 +358,7 @@ def forward_only(
             return micros, _run(model, micros, collect, forward_only=True, guard=guard)
 
     micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
-    if not record:
+    if not record_experts:
         return scores
 
     # Collective, so every stage takes part, but only the last stage has scores.
@@ -408,7 +420,7 @@ def forward_backward(
     select: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
-    before: bool = True,
+    from_previous_token: bool = True,
     unit: int = 1,
     guard: PassGuard | None = None,
     clear: Callable[[], None] | None = None,
@@ -418,14 +430,16 @@ def forward_backward(
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights; for a batch with a teacher's most likely tokens it also gets ``bucket_log_probs``
     [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
-    after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
-    and this rank's metrics; stages before the last have only the padding metrics. Collective over the
-    model's ranks.
+    ``from_previous_token`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of
+    memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these
+    weights, and this rank's metrics; stages before the last have only the padding metrics. Collective over
+    the model's ranks.
     """
 
     def compute(tokens: int) -> tuple[list[Any], Metrics]:
-        micros, padding = build_microbatches(model, batch, tokens, select, before, unit, has_loss=True)
+        micros, padding = build_microbatches(
+            model, batch, tokens, select, from_previous_token, unit, has_loss=True
+        )
         for chunk in model.wrapped:
             chunk.train()
         return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
@@ -445,7 +459,7 @@ def forward_loss(
     select: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
-    before: bool = True,
+    from_previous_token: bool = True,
     unit: int = 1,
     guard: PassGuard | None = None,
 ) -> Metrics:
@@ -460,7 +474,7 @@ def forward_loss(
             batch,
             tokens,
             select,
-            before,
+            from_previous_token,
             unit,
             has_loss=True,
         )

@@ -38,10 +38,10 @@ BUILT_TOGETHER = (
 _REQUIRED = ("torch", "megatron-core", "transformers")
 """Packages of `TESTED_VERSIONS` that every run needs; without vLLM, torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free bytes of shared memory below which there is a warning: engines and communication between processes
-use it."""
+"""Free shared memory in GiB below which there is a warning: engines and communication between processes use
+it."""
 MIN_DISK_GIB = 20.0
-"""Free bytes of disk below which there is a warning."""
+"""Free disk space in GiB below which there is a warning."""
 MIN_OPEN_FILES = 4096
 """Limit of open files below which there is a warning: connections between ranks are files."""
 _GIB = 2**30
@@ -179,7 +179,10 @@ def _conflicts() -> list[Finding]:
 
 
 def _required_torch(name: str) -> str | None:
-    """Return the exact torch version that a package requires, or None for any or an absent package."""
+    """Return the exact torch version that the package ``name`` requires.
+
+    Returns None if the package is not installed or accepts several versions of torch.
+    """
     try:
         requirements = metadata.requires(name) or []
     except metadata.PackageNotFoundError:

@@ -290,7 +290,7 @@ class Task:
     """
 
     name: str
-    """Folder of the job's run, in the folder of the proof."""
+    """Name of the job's run folder, inside the folder of the test (``--out``)."""
     shows: str
     """Capability of the machines that the job tests, which is the name of its finding."""
     command: str
@@ -302,11 +302,16 @@ class Task:
 
 
 def list_tasks(folder: Path, world: int) -> list[Task]:
-    """Return the small jobs of the proof in the order in which they run.
+    """Return the training jobs of a small model that `prove` runs, in their order.
 
-    With one rank the job that compares all ranks with one is left out.
+    ``folder`` is the folder of their data and runs, and ``world`` the number of ranks. With one rank the job
+    that compares all ranks with one rank is left out.
     """
-    warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
+    sft_settings = (
+        f"sft.data={folder / 'material/sft.jsonl'}",
+        f"sft.steps={_STEPS}",
+        "sft.rows_per_step=64",
+    )
 
     # The first two jobs train the same steps, whose losses and gradient norms are compared.
     jobs = [
@@ -314,14 +319,14 @@ def list_tasks(folder: Path, world: int) -> list[Task]:
             "one_rank",
             "a training step on one rank",
             "sft",
-            (*warm_up, "actor.layout={ranks: [0]}"),
+            (*sft_settings, "actor.layout={ranks: [0]}"),
             "read the log of rank 0",
         ),
         Task(
             "all_ranks",
             "the same step in tensor, pipeline and data parallelism",
             "sft",
-            warm_up,
+            sft_settings,
             "set NCCL_DEBUG=INFO and look for the first rank that stops; try fewer ranks",
         ),
         Task(
@@ -376,7 +381,11 @@ def _dtype(on_host: bool) -> str:
 
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
-    """Yield a finding for each step of the proof, which ends after an error. Collective over the world."""
+    """Test a machine with measurements and small training jobs; yield a finding for each.
+
+    ``folder`` gets the data, configuration and runs of the jobs, and ``world`` is the number of ranks. The
+    test ends after a job with an error. Collective over the world.
+    """
     # Measure first: the communicators are destroyed before the small jobs start.
     leave_with_launcher()
     device.initialize(_JOIN_SECONDS)
@@ -387,9 +396,9 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
 
     # Rank 0 writes the files of the jobs to the shared folder; every rank must see them.
     if device.rank() == 0:
-        _write_material(folder, world, on_host=device.on_host())
+        _write_job_files(folder, world, on_host=device.on_host())
     barrier()
-    sees_folder = gather_objects(_has_material(folder))
+    sees_folder = gather_objects(_has_job_files(folder))
     blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
 
     # The small jobs run in other processes with their own process groups.
@@ -427,12 +436,12 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         yield Finding("ok", "for plan", f"megatron-rl plan MODEL --gpus {world} --constants {file}")
 
 
-def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
-    """Write model, data and configuration of the jobs, and remove the runs of an earlier proof.
+def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
+    """Write the model, data and configuration of the jobs, and remove the runs of an earlier test.
 
     Raises UserError if the folder has other contents.
     """
-    if not _has_material(folder) and folder.exists() and any(folder.iterdir()):
+    if not _has_job_files(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
             "the folder contains files that no proof has written",
             where="--out",
@@ -441,7 +450,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
             fix="name another folder",
         )
 
-    # The jobs of two ranks include the job that a proof on one rank leaves out.
+    # The jobs of two ranks include the one that a test on one rank leaves out.
     task_names = {task.name for task in list_tasks(folder, 2)}
     for name in task_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -457,8 +466,8 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
     (folder / "logs").mkdir(exist_ok=True)
 
 
-def _has_material(folder: Path) -> bool:
-    """Return whether the files that rank 0 wrote for a proof are visible in the folder on this machine."""
+def _has_job_files(folder: Path) -> bool:
+    """Return whether this machine sees in ``folder`` the files of the jobs that rank 0 has written."""
     return (folder / "proof.yaml").is_file()
 
 
@@ -563,9 +572,10 @@ def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
 
 
 def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
-    """Compare the steps on all ranks with the steps on one rank; return an error beyond ``tolerance``.
+    """Compare losses and gradient norms of the steps on all ranks with those of the steps on one rank.
 
-    Otherwise the result is ``finding`` with the largest relative difference added to its text.
+    Returns an error if a relative difference is larger than ``tolerance``, otherwise ``finding`` with the
+    largest relative difference added to its text.
     """
     one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
     all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
@@ -582,7 +592,7 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 
     largest_difference, text = max(differences)
     if largest_difference <= tolerance:
-        agreement = f"loss and gradient norm differ from one rank by at most {largest_difference:.1g} of them"
+        agreement = f"loss and gradient norm within {largest_difference:.1g} (relative) of those on one rank"
         return Finding("ok", finding.name, f"{finding.text}; {agreement}")
     fix = "keep both folders and report them: no run on these machines can be trusted"
     return Finding("error", finding.name, f"{text}, which differ by {largest_difference:.2%}", fix)

@@ -253,9 +253,11 @@ def summarise(
     constants: Constants,
     clusters: Sequence[str],
 ) -> Summary:
-    """Summarise a plan for ``staging`` bytes of buffers per rank, with its seconds on each cluster.
+    """Summarise the cost of a planned weight transfer, including its predicted seconds on each cluster.
 
-    Raises UserError for a cluster that is not in the constants, and for staging buffers that are too small.
+    ``ranks_per_node``: number of consecutive ranks on a node. ``staging``: bytes of a rank's staging buffers.
+    ``clusters``: names of clusters in ``constants``. Raises UserError for any other cluster, and for staging
+    buffers that are too small.
     """
     # The schedule divides the transfer into phases that fit into the staging buffers.
     try:
@@ -285,8 +287,8 @@ def summarise(
         seconds[name] = predict_seconds(plan, transfers, Machine(cluster, constants))
 
     # Assume that a rank connects to its peers one after another.
-    peers_most = max(plan.peers.values(), default=0)
-    connect_seconds = peers_most * constants.weight_sync.connection_seconds
+    max_peers = max(plan.peers.values(), default=0)
+    connect_seconds = max_peers * constants.weight_sync.connection_seconds
     return Summary(
         model_bytes=sum(region_bytes.values()),
         received_least=min(received_bytes),
@@ -298,7 +300,7 @@ def summarise(
         across_nodes=across_nodes,
         messages=sum(transfers.messages.values()),
         messages_most=transfers.messages_per_rank,
-        peers_most=peers_most,
+        peers_most=max_peers,
         peers_mean=sum(plan.peers.values()) / len(plan.ranks),
         staging_most=transfers.staging,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),

@@ -98,9 +98,13 @@ _UNREADABLE = "unreadable"
 class Test(NamedTuple):
     """One test of a program.
 
-    Example:
-        >>> Test(source="add(1, 2)", expected=3, returns=True).returns
-        True
+    It either runs the program with ``stdin`` and compares the output, or runs ``source`` after the program.
+
+    Example: two tests of a program that defines ``add``. The first compares the value of an expression, the
+    second executes an assertion:
+
+        >>> by_value = Test(source="add(1, 2)", expected=3, returns=True)
+        >>> by_assertion = Test(source="assert add(1, 2) == 3")
     """
 
     stdin: str = ""

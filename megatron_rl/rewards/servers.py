@@ -436,9 +436,9 @@ _Request = tuple[str, int]
 class JudgeReward:
     """Reward from the verdicts of a language model; see `JudgeConfig`.
 
-    The parser is a function that runs contained; so is the template, unless it is text. The judge's text is
-    cached by request if the parser finds a verdict in it, so that equal samples are sent to the judge once;
-    the least recently used entries are evicted first.
+    The parser, and the template unless it is text, are functions that run in confined worker processes. The
+    judge's reply is cached by request if the parser finds a verdict in it, so that equal samples are sent to
+    the judge once. The least recently used entries are evicted first.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -481,7 +481,7 @@ class JudgeReward:
         returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> FunctionReward:
-        """Start the worker processes of the template or the parser; ``name`` is its key.
+        """Start the worker processes of the template or the parser; ``name`` is its key in `reward.judge`.
 
         Raises UserError for a function with a parameter ``group``.
         """

@@ -214,7 +214,10 @@ def _is_message(value: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """Properties of a user's function that decide its calls: parameters, and whether it is a coroutine."""
+    """Traits of a user's function: the properties that decide how it is called.
+
+    They are the names of its parameters, and whether it is a coroutine function.
+    """
 
     takes: frozenset[str] = frozenset()
     """Names of the function's parameters."""
@@ -227,7 +230,7 @@ class Traits(NamedTuple):
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Traits:
-        """Inspect a function, and return its traits; one without a signature accepts any name."""
+        """Inspect the parameters of a function; one without a signature is assumed to accept any name."""
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
@@ -246,12 +249,12 @@ class Traits(NamedTuple):
         )
 
     def to_frame(self) -> dict[str, Any]:
-        """Return the traits as values of JSON, for the worker's first reply."""
+        """Return the traits as a JSON object, for the worker's first reply."""
         return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
-        """Construct a function's traits from the values of `to_frame` in a worker's reply."""
+        """Construct the traits of a function from a worker's first reply, see `to_frame`."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
             frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),

@@ -409,7 +409,7 @@ def build_model_role(
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,
-        records=routing,
+        routing_shape=routing,
         initial_of=initial_of,
         shares_base_with=base_owner,
         measures_memory=config.batch.memory_target is not None,

@@ -48,7 +48,7 @@ class ModelRole:
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.
     ``prefix``: prefix of the optimizer's metrics, by default the name.
     ``offload``: whether the model is in host memory except while the role runs.
-    ``records``: numbers of layers and of experts per token if `infer` also returns the routing, or None.
+    ``routing_shape``: (layers, experts per token) if `infer` also returns the routing, or None.
     ``initial_of``: role whose model this role runs with its adapters disabled, as for a reference; None if
         the role has its own model.
     ``shares_base_with``: role whose base weights this role's adapters use, or None.
@@ -71,7 +71,7 @@ class ModelRole:
         optimizer: Optimizer | None = None,
         prefix: str = "",
         offload: bool = False,
-        records: tuple[int, int] | None = None,
+        routing_shape: tuple[int, int] | None = None,
         initial_of: ModelRole | None = None,
         shares_base_with: ModelRole | None = None,
         measures_memory: bool = False,
@@ -84,7 +84,7 @@ class ModelRole:
         self.top_tokens = top_tokens
         self.top_outputs = top_outputs
         self.squared_probs = False
-        self.records = records
+        self.routing_shape = routing_shape
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
         self.prefix = prefix or name
@@ -123,14 +123,14 @@ class ModelRole:
     def infer(self, batch: Any) -> RowShard:
         """Compute the model's outputs for the response tokens of this rank's rows; other tokens have 0.
 
-        ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. If ``records`` is set,
-        the shard also has the ``experts`` of every token: [n, layers, experts per token] int16. Only one rank
-        per data-parallel replica returns rows. Collective over the role's ranks.
+        ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. If ``routing_shape`` is
+        set, the shard also has the ``experts`` of every token: [n, layers, experts per token] int16. Only one
+        rank per data-parallel replica returns rows. Collective over the role's ranks.
         """
         micro_outputs = self.forward(
             batch,
             batch.response_mask,
-            record=self.records is not None,
+            record_experts=self.routing_shape is not None,
             top_tokens=self.top_tokens,
             squared_probs=self.squared_probs,
         )
@@ -141,11 +141,11 @@ class ModelRole:
         if self.top_tokens is not None:
             columns = {**shard.tokens, **self._top_columns(self.top_tokens.tokens, micro_outputs)}
             shard = replace(shard, tokens=columns)
-        if self.records is None:
+        if self.routing_shape is None:
             return shard
 
         # On a rank without rows the column must have the same dtype and trailing shape as on the others.
-        no_experts = torch.zeros((0, *self.records), dtype=torch.int16)
+        no_experts = torch.zeros((0, *self.routing_shape), dtype=torch.int16)
         experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
         columns = {
             **shard.tokens,
@@ -196,9 +196,9 @@ class ModelRole:
     def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
         """Compute the model's outputs for the tokens where ``select`` is true, [N] bool, in this rank's rows.
 
-        Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``: ``before``,
-        ``record``, ``top_tokens`` and ``squared_probs`` of `megatron.schedule.forward_only`. Collective over
-        the role's ranks.
+        Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``:
+        ``from_previous_token``, ``record_experts``, ``top_tokens`` and ``squared_probs`` of
+        `megatron.schedule.forward_only`. Collective over the role's ranks.
         """
         if self.model is None:
             return []
@@ -227,8 +227,8 @@ class ModelRole:
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Run one optimizer step on a mini-batch, whose loss weights are normalized over all ranks.
 
-        ``options``: ``before`` and ``unit`` of `megatron.schedule.forward_backward`. Returns the metrics of
-        the objective and the optimizer. Collective over the role's ranks.
+        ``options``: ``from_previous_token`` and ``unit`` of `megatron.schedule.forward_backward`. Returns the
+        metrics of the objective and the optimizer. Collective over the role's ranks.
         """
         with self.resident():
             _, metrics = self.accumulate(minibatch, objective, **options)

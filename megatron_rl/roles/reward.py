@@ -657,10 +657,10 @@ class RewardModel:
         They are [b] float32, NaN where the output is not finite. ``batch`` has the fields that
         `ModelRole.infer` needs. Collective over the role's ranks.
         """
-        # ``before=False``: the output at the token, not at the previous token, which predicts it.
+        # Use the output at the token itself, not at the previous token, which predicts it.
         select = torch.zeros(len(batch.tokens), dtype=torch.bool)
         select[last_tokens(batch.lengths)] = True
-        micro_outputs = self.role.forward(batch, select, before=False)
+        micro_outputs = self.role.forward(batch, select, from_previous_token=False)
 
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],

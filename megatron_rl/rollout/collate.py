@@ -223,10 +223,12 @@ def collect_new_tokens(
     prompts: dict[int, list[int]],
     routing: RoutingShape | None,
 ) -> NewTokens:
-    """Collect the tokens that a replica has added to ``sequences``.
+    """Collect the tokens that a replica has added to ``sequences`` in a round, for the gather.
 
-    ``starts`` has the number of tokens that each response had before; ``positions`` are the sequences'
-    positions in `GenerationRound.unfinished`.
+    ``positions`` are the sequences' positions in `GenerationRound.unfinished`, and ``starts`` the numbers of
+    tokens that their responses had before. ``prompts`` maps positions to the token ids of prompts that
+    environments replaced. ``routing`` is (layers, experts per token) if the engine records routers' choices,
+    or None.
     """
     tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
     for sequence, start in zip(sequences, starts, strict=True):
@@ -241,7 +243,7 @@ def collect_new_tokens(
     for sequence, start in zip(sequences, starts, strict=True):
         counts.append(len(sequence.tokens) - start)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
-    token_rounds = [sequence.finished_in for sequence in sequences]
+    finish_rounds = [sequence.finished_in for sequence in sequences]
     shard = RowShard(
         rows,
         torch.tensor(counts, dtype=torch.int64),
@@ -253,7 +255,7 @@ def collect_new_tokens(
         },
         {
             "finish_reason": torch.tensor(finish_reasons, dtype=torch.int64),
-            "round": torch.tensor(token_rounds, dtype=torch.int64),
+            "round": torch.tensor(finish_rounds, dtype=torch.int64),
         },
         {"support_sizes": _tensor(support, torch.int32)},
     )

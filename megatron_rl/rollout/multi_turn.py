@@ -376,7 +376,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
         chat = self._chat.opened if conversation.has_own_prompt else self._chat.prompts
-        observed = chat.extend(stop_token, event.messages)
+        observed = chat.encode_between_turns(stop_token, event.messages)
         if not observed:
             self._fail(conversation, WRONG_TYPE, "the observation has no tokens")
             return False

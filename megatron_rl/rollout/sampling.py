@@ -158,6 +158,12 @@ def is_greedy(sampling: SamplingParameters) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def has_schedule(sampling: SamplingParameters) -> bool:
+    """Return whether the tokens of a turn are sampled with different temperatures or filters."""
+    # Greedy decoding depends on neither.
+    return sampling.changes_over_tokens and not is_greedy(sampling)
+
+
 def truncates(sampling: SamplingParameters) -> bool:
     """Return whether top-p, top-k or min-p filters restrict the sampling of any token."""
     # Filters never remove the most likely token, so they have no effect on greedy decoding.
@@ -179,7 +185,7 @@ def log_prob_temperature(sampling: SamplingParameters) -> float:
     return max(sampling.temperature, LOWEST_TEMPERATURE)
 
 
-def ruled_logits(
+def apply_logit_rules(
     logits: Tensor,
     sampling: Sequence[SamplingParameters],
     prompts: Sequence[Sequence[int]],

@@ -195,7 +195,8 @@ class Sequence:
     def copy(self) -> Sequence:
         """Return a copy to which a scheduler can append tokens without changing this sequence.
 
-        The buffer's sequence changes only after the gather, on all ranks.
+        A scheduler appends to its copies only. The original gets the new tokens of all replicas after they
+        have been gathered, so that it is the same on all ranks.
         """
         # `replace` alone would share the arrays, to which the scheduler appends.
         return replace(

@@ -88,9 +88,10 @@ class AcceleratedRole:
     def kernel(self) -> str:
         """Return the attention kernel of packed rows: ``fused`` (cuDNN), ``flash`` or ``torch``.
 
-        ``torch`` is FlashAttention as well. PyTorch's wheels contain it, so it is always available.
+        ``torch`` is PyTorch's ``varlen_attn``. It is always available, since PyTorch's wheels contain its
+        FlashAttention kernels; ``flash`` needs the package flash-attn.
         """
-        # Transformer Engine's sinks have not been run, and its kernels have no other ones.
+        # Attention sinks of Transformer Engine are untested here, so models with sinks use torch's kernel.
         if self.shape.sinks:
             return "torch"
 

@@ -276,7 +276,7 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
 
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
-    """Return the error of a value that the planner constant at ``path`` cannot have."""
+    """Return the error for an invalid value of the planner constant at ``path``."""
     return UserError(
         f"the planner constant {path!r} cannot have this value",
         where=path,

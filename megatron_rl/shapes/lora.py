@@ -34,9 +34,10 @@ ADAPTER = "adapter"
 
 
 class Lora(NamedTuple):
-    """Sizes and positions of a model's adapters.
+    """Rank of a model's low-rank adapters, and the linear layers that have one.
 
-    Example: ``Lora(16, ("linear_qkv", "linear_proj"))``.
+    Example: ``Lora(16, ("linear_qkv", "linear_proj"))`` are adapters of rank 16 in both projections of
+    attention.
     """
 
     rank: int

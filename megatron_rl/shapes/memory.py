@@ -67,7 +67,7 @@ def stage_parameters(
 
 
 def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline: int = 1) -> int:
-    """Return the parameters on one rank of a rollout engine.
+    """Return the number of parameters on one rank of a rollout engine.
 
     ``expert`` is the number of ranks over which routed experts are distributed, if larger than ``tensor``.
     """

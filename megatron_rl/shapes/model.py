@@ -188,12 +188,12 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> Counter[Mixer]:
-        """Return the number of layers with each mixer, in the order of the layers."""
+        """Return the number of layers with each kind of mixer, in the order of the layers."""
         return Counter(block.mixer for block in self._blocks)
 
     @cached_property
     def feed_forwards(self) -> Counter[FeedForward]:
-        """Return the number of layers with each feed-forward, in the order of the layers."""
+        """Return the number of layers with each kind of feed-forward, in the order of the layers."""
         return Counter(block.feed_forward for block in self._blocks)
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
@@ -271,10 +271,11 @@ class ModelShape:
 
         return {block: count(weights) for block, weights in self._weights.items()}
 
-    def _count_elements(self, expert: bool, *cuts: EngineCut) -> int:
-        """Count the elements of all layers, in one routed expert of each or outside of experts.
+    def _count_elements(self, expert: bool, *engine_cuts: EngineCut) -> int:
+        """Count the elements of the weights of all layers.
 
-        ``cuts`` restricts the count to sources that the engine shards in one of these ways.
+        If ``expert``, counts one routed expert per layer, otherwise the weights outside of routed experts.
+        ``engine_cuts`` restricts the count to tensors that the engine shards in one of these ways.
         """
         return sum(
             count * source.elements
@@ -282,7 +283,7 @@ class ModelShape:
             for weight in self._weights[block]
             if weight.expert == expert
             for source in weight.sources
-            if not cuts or source.engine in cuts
+            if not engine_cuts or source.engine in engine_cuts
         )
 
     @cached_property

@@ -343,5 +343,5 @@ def _refusal(path: str, got: str, expected: str = _READABLE) -> UserError:
         where=path,
         expected=expected,
         got=got[:200],
-        fix="use the checkpoint that was quantised, in bfloat16 or float32",
+        fix="use the original checkpoint in bfloat16 or float32, from which this one was quantised",
     )

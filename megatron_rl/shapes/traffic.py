@@ -71,7 +71,10 @@ def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks
 
     # The shard is a range of fused rows: count each tensor's rows before both of its ends.
     def rows_before(end: int, offset: int, size: int) -> int:
-        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the fused weight."""
+        """Count the rows of one of the fused tensors among the first ``end`` rows of the fused weight.
+
+        In each group the tensor has ``size`` rows, which begin at row ``offset`` of the group.
+        """
         # All rows of the complete groups, and the part of the last group that is before its end.
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)

@@ -75,7 +75,7 @@ class AheadBatches:
         communicator(ranks)
 
     @contextmanager
-    def next(
+    def produce_batch(
         self,
         step: int,
         phase: Phases,
@@ -83,7 +83,7 @@ class AheadBatches:
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """Yield the oldest batch of the queue while the next one is sampled with the newest weights.
 
-        See `BatchSource.next`.
+        See `BatchSource.produce_batch`.
         """
         # New tokens are gathered onto all ranks, since all ranks store the queue.
         world = ReplicaGroup(gather_stats=phase.gather_stats)

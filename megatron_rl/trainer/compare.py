@@ -68,7 +68,7 @@ Result = tuple[float, str]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """Run that is compared with others: its settings, metrics and newest start, as read from its folder."""
+    """Run that is compared with others: settings, metrics and most recent start, as read from its folder."""
 
     name: str
     """Name of the run folder, or its path if two folders have the same name."""
@@ -283,9 +283,9 @@ def write(folders: Sequence[Path], out: Path) -> str:
 
 
 def _read_run(path: Path, name: str) -> ComparedRun:
-    """Read the settings, metrics and newest start of a run folder.
+    """Read a run's settings, its metrics and the record of its most recent start from its folder.
 
-    ``name``: name of the run in the comparison.
+    ``path``: the run folder. ``name``: name of the run in the comparison.
     """
     folder = RunFolder(path)
     text = ""
@@ -333,10 +333,10 @@ def _results(run: RunMetrics) -> dict[str, Result]:
     if rewards:
         results["final reward"] = (fmean(rewards[-WINDOW:]), ".3f")
         results["best reward"] = (max(running_mean(rewards)), ".3f")
-    for name, label, form in LAST_MEANS:
+    for name, label, number_format in LAST_MEANS:
         _, values = series(run.lines, name)
         if values:
-            results[label] = (fmean(values[-WINDOW:]), form)
+            results[label] = (fmean(values[-WINDOW:]), number_format)
     return results | _time_results(run)
 
 
@@ -367,14 +367,14 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _mean_and_deviation(results: Sequence[Result]) -> str:
-    """Format the mean over runs, with the standard deviation if there are several."""
+    """Format the mean of a result over runs, with its standard deviation if there are at least two runs."""
     if not results:
         return "-"
     numbers = [number for number, _ in results]
-    form = results[0][1]
-    text = number_text(fmean(numbers), form)
+    number_format = results[0][1]
+    text = number_text(fmean(numbers), number_format)
     if len(numbers) > 1:
-        text += f" ± {number_text(stdev(numbers), form)}"
+        text += f" ± {number_text(stdev(numbers), number_format)}"
     return text
 
 

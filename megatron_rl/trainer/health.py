@@ -275,12 +275,19 @@ def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Mem
             memory.setdefault(name, [accuracy])
             continue
         reward = total / count
-        best_accuracy, best_reward, *_ = [*memory.get(name, [accuracy]), reward]
+
+        # A best value from before the first step has no mean reward: use that of this evaluation.
+        best = memory.get(name, [accuracy])
+        best_accuracy = best[0]
+        reward_at_best = reward
+        if len(best) > 1:
+            reward_at_best = best[1]
+
         if accuracy >= best_accuracy:
             memory[name] = [accuracy, reward]
             continue
-        memory[name] = [best_accuracy, best_reward]
-        if reward > best_reward:
+        memory[name] = [best_accuracy, reward_at_best]
+        if reward > reward_at_best:
             falls.append(best_accuracy - accuracy)
     return max(falls)
 

@@ -407,7 +407,7 @@ class Stop:
         self._console = console
         self._seconds = seconds
         self._can_save = False
-        self._asked = 0.0
+        self._last_request = 0.0
         self._main_thread = threading.main_thread().ident
 
     @contextmanager
@@ -422,18 +422,20 @@ class Stop:
     def handle(self, number: int) -> None:
         """Handle a signal: request a stop after the step, or end the process immediately.
 
-        The process ends immediately if the step cannot be saved, or a stop has already been requested.
+        The process ends immediately if the step cannot be saved, or a stop has already been requested. A
+        second SIGUSR1 within `ECHO_SECONDS` is ignored.
         """
-        is_echo = time.monotonic() - self._asked < ECHO_SECONDS
+        # Slurm and torchrun may both deliver the same SIGUSR1: the second delivery is no second request.
+        is_echo = time.monotonic() - self._last_request < ECHO_SECONDS
         if number == self.signal_number == signal.SIGUSR1 and is_echo:
             return
 
-        # Whoever sends a second signal does not want to wait for the step.
+        # A user who sends a second signal does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
             self._end(number)
         self.signal_number = number
-        self._asked = time.monotonic()
+        self._last_request = time.monotonic()
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
         os.write(self._console, message.encode())
 

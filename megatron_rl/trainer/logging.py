@@ -195,7 +195,9 @@ class MetricsLog:
         # Add further texts in order of importance while they fit: phases before most metrics.
         phases = _phases_text(values)
         metrics = [
-            f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
+            f"{label} {number_text(values[name], number_format)}"
+            for label, name, number_format in COLUMNS
+            if name in values
         ]
         # The first metric, such as the reward, takes precedence over the phases.
         if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:

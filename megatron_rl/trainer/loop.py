@@ -94,16 +94,17 @@ class BatchSource(Protocol):
 
     learners: tuple[int, ...] | None
 
-    def next(
+    def produce_batch(
         self,
         step: int,
         phase: Phases,
         learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
-        """Yield the batch of ``step`` with rewards, equal on all ``learners``, and sampling metrics.
+        """Sample and compute rewards; yield (the batch of ``step``, this rank's sampling metrics).
 
-        The metrics are those of this rank. The batch is None on ranks that only sample. The responses that
-        these ranks sample during the block are gathered at its end. Collective over the world.
+        ``learners`` are the ranks that train: the batch is equal on all of them, and None on ranks that only
+        sample. ``phase`` measures the time of each phase. At the end of the block the responses that were
+        sampled during it are gathered. Collective over the world.
         """
         ...
 
@@ -131,15 +132,15 @@ class SameStepBatches:
         self.prompts = prompts
 
     @contextmanager
-    def next(
+    def produce_batch(
         self,
         step: int,
         phase: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """Sample and reward the batch in this step, in as many rounds as dynamic sampling needs.
+        """Sample the batch in this step and compute its rewards, in as many rounds as dynamic sampling needs.
 
-        See `BatchSource.next`.
+        See `BatchSource.produce_batch`.
         """
         rounds: list[ScoredBatch] = []
         sync_metrics = Metrics()
@@ -181,7 +182,7 @@ def train_step(
     learners = ReplicaGroup(batches.learners, phase.gather_stats)
     result = None
 
-    with batches.next(step, phase, learners) as (batch, sampling_metrics):
+    with batches.produce_batch(step, phase, learners) as (batch, sampling_metrics):
         if batch is not None:
             # Run the forward passes of actor, critic and reference, each on its role's ranks.
             with phase("score"):

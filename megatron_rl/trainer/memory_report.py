@@ -69,9 +69,9 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
         if config.job == TRAIN:
             batch = batch_plan(config, layouts)
         plans = memory_plan(config, layouts, shapes, batch)
-    except Exception as problem:
+    except Exception as error:
         # Report the out-of-memory error even if the estimate fails.
-        return f"a rank that fits; `check` has no estimate: {first_line(problem)}"
+        return f"a rank that fits; `check` has no estimate: {first_line(error)}"
 
     # The plan lists only the first of several ranks with equal items.
     plan = next((plan for plan in plans if plan.rank == rank), plans[0])

@@ -58,7 +58,7 @@ PART_OF = {
 }
 """Phases whose time is a part of other phases' time."""
 BETWEEN_STEPS = "between steps"
-"""Phases of `OUTSIDE_STEPS` whose time is a part of other phases' time."""
+"""What the table of phases shows in place of other phases for those of `OUTSIDE_STEPS`."""
 
 PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (

@@ -200,10 +200,10 @@ def make_stage(
             at_end=at_end,
         )
 
-    # ``before=False``: a reward model's output at a token is the reward of the text up to this token; it does
-    # not predict the next one.
+    # Use outputs at the token itself: a reward model's output there is the reward of the text up to the
+    # token, not a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
-    options = {"unit": PAIR, "before": False}
+    options = {"unit": PAIR, "from_previous_token": False}
     return Stage(
         plan,
         title,

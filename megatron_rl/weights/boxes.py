@@ -1,8 +1,7 @@
 """Boxes of named tensors: intersection of the boxes that ranks hold with the boxes that ranks need.
 
 A box is a rectangular slice of a tensor, with its location in the storage of a rank. Pure integer arithmetic.
-Ranks with equal boxes form one group, so that planning for many replicas takes no
-longer than for one.
+Ranks with equal boxes form one group, so that planning for many replicas takes no longer than for one.
 """
 
 from __future__ import annotations
@@ -277,13 +276,17 @@ def intersect(first: Span, second: Span) -> Span | None:
 
 
 def cut_overlaps(
-    spans: Mapping[Span, Ranks],
+    box_ranks: Mapping[Span, Ranks],
     rank_sets: _RankSets | None = None,
 ) -> Mapping[Span, Ranks]:
-    """Cut overlapping boxes at each other's edges; each part has the ranks of all boxes that contain it."""
-    boxes = list(spans)
+    """Cut overlapping boxes of one tensor at each other's edges, into disjoint boxes.
+
+    ``box_ranks`` maps each box to the ranks that hold it. In the result each part of a box has the ranks of
+    all boxes that contain the part. ``rank_sets`` interns these sets of ranks.
+    """
+    boxes = list(box_ranks)
     if not any(intersect(first, second) for first, second in _candidate_pairs(boxes)):
-        return spans
+        return box_ranks
 
     # The edges of all boxes form a grid in each dimension.
     dims = len(boxes[0][0])
@@ -291,9 +294,9 @@ def cut_overlaps(
 
     # Each box becomes the cells of the grid inside it.
     ranks_by_cell: dict[Span, set[int]] = {}
-    for span, box_ranks in spans.items():
-        for cell in _grid_cells(span, edges):
-            ranks_by_cell.setdefault(cell, set()).update(box_ranks)
+    for box, ranks in box_ranks.items():
+        for cell in _grid_cells(box, edges):
+            ranks_by_cell.setdefault(cell, set()).update(ranks)
 
     if rank_sets is None:
         rank_sets = _RankSets()

@@ -193,20 +193,20 @@ class Execution:
         if computed:
             device_checksums = [checksum for _, checksum in computed]
             checksums = torch.stack(device_checksums).cpu()
-        balances = _sum_by_region(terms, checksums, regions)
+        region_sums = _sum_by_region(terms, checksums, regions)
 
-        # Reduce a single number, as all regions usually agree: gloo takes several times as long for a
-        # vector. With odd factors a single differing region always changes the sum; the differences of
-        # several regions cancel with probability 2**-64.
-        factors = _odd_factors(0, len(regions), balances.device)
-        folded = (balances * factors).sum()[None]
+        # A region whose copies agree has the sum 0. Reduce a single number, as usually all regions agree:
+        # gloo takes several times as long for a vector. With odd factors a single differing region always
+        # changes the sum; the differences of several regions cancel with probability 2**-64.
+        factors = _odd_factors(0, len(regions), region_sums.device)
+        folded = (region_sums * factors).sum()[None]
         if not sum_over_ranks(folded, self._group).item():
             return len(regions)
 
         # The folded sum is equal on all ranks, so either all of them enter this collective or none does.
-        sum_over_ranks(balances, self._group)
-        unbalanced = balances.nonzero()[:, 0].tolist()
-        differing = {regions[index] for index in unbalanced}
+        sum_over_ranks(region_sums, self._group)
+        nonzero_indices = region_sums.nonzero()[:, 0].tolist()
+        differing = {regions[index] for index in nonzero_indices}
         evidence = []
         for term, value in zip(terms, checksums.tolist(), strict=True):
             if term.region in differing:
@@ -338,19 +338,20 @@ def _sum_by_region(
     checksums: Tensor,
     regions: range,
 ) -> Tensor:
-    """Return the sum of this rank's weighted checksums of each region, [len(regions)] int64.
+    """Return the sum of this rank's weighted checksums for each verified region, [len(regions)] int64.
 
-    ``checksums`` [terms] are the values of ``terms``.
+    ``checksums`` [terms] are the values of ``terms``. ``regions`` are the numbers of the verified regions.
     """
+    # Verified regions are every step-th one, so region r is entry r // step of ``regions``.
     indices = [term.region // regions.step for term in terms]
     weights = [term.weight for term in terms]
     term_weights = torch.tensor(weights, dtype=torch.int64)
     weighted = checksums.long() * term_weights
 
-    balances = torch.zeros(len(regions), dtype=torch.int64)
+    region_sums = torch.zeros(len(regions), dtype=torch.int64)
     region_indices = torch.tensor(indices, dtype=torch.int64)
-    balances.index_add_(0, region_indices, weighted)
-    return balances
+    region_sums.index_add_(0, region_indices, weighted)
+    return region_sums
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:

@@ -67,7 +67,7 @@ def batch_of(rollouts: Rollouts, experts: torch.Tensor | None) -> TrainBatch:
 
 def recorded(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
     """Return the experts that a scoring pass selected for each token, row by row."""
-    local = forward_only(model, batch, BUDGET, batch.response_mask, record=True)
+    local = forward_only(model, batch, BUDGET, batch.response_mask, record_experts=True)
     # Ranks return the rows of their data-parallel shard; together they are the batch.
     experts: dict[int, torch.Tensor] = {}
     for micro_batches in gather_objects(local):

@@ -13,7 +13,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.trainer.starts import read_starts
 
 TRACED, SCORED = (Path(__file__).parent / f"workers/{name}_train.py" for name in ("traced", "scored"))
-MAX_FILES = {"torch": 51, "vllm": 54}
+MAX_FILES = {"torch": 53, "vllm": 55}
 """A newcomer reads a plain GRPO step in so many files."""
 REWARD = """
 def score(*, prompt, **_):

@@ -21,6 +21,9 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.blocks.attention import Attention
+from megatron_rl.shapes.blocks.block import Block
+from megatron_rl.shapes.blocks.mlp import Mlp
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
 
@@ -123,6 +126,10 @@ def test_delta_nets_of_vllm_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatc
     assert not errors(shape, "model.dtype=float32", "rollout.engine=torch", "rollout.tensor=1")
     assert errors(shape, "model.dtype=bfloat16")
     assert not errors(replace(shape, linear_layers=()), "model.dtype=float32")
+    # Kinds of attention with heads of one size have one error.
+    blocks = (Block(Attention(24, 2), Mlp()), Block(Attention(24, 1, keys_are_values=True), Mlp())) * 2
+    (error,) = errors(replace(shape, linear_layers=(), blocks=blocks))
+    assert error.got == "a head size of 24"
 
 
 def test_a_critic_that_no_piece_reads_is_a_warning() -> None:

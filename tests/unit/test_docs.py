@@ -191,7 +191,7 @@ def test_the_concepts_show_the_training_step() -> None:
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
-    batch = source.split("class SameStepBatches", 1)[1].split("def next(", 1)[1].split('"""', 2)[2]
+    batch = source.split("class SameStepBatches", 1)[1].split("def produce_batch(", 1)[1].split('"""', 2)[2]
     assert sampling.text.strip() == textwrap.dedent(batch.split("\n\n\n", 1)[0].strip("\n")).strip()
 
 

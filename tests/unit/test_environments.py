@@ -124,7 +124,7 @@ def test_steps_in_the_form_of_gym(hosts):
 
 @pytest.mark.slow
 def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
-    reasoning_gym.make(tmp_path, ["countdown"], 1, 0, seed=1)
+    reasoning_gym.write_data_sets(tmp_path, ["countdown"], 1, 0, seed=1)
     task = load_records(tmp_path / "train.jsonl")[0].values
     right, close, wrong = task["ground_truth"], "1 + 1", "<answer>no idea</answer>"
     said = [[right], [close, f"<answer>{right}</answer>"], [wrong, wrong, close], [close, wrong], [right]]

@@ -16,7 +16,7 @@ from megatron_rl.megatron import log_probs as module
 from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
 from megatron_rl.megatron.logit_rules import build_row_rules, repeated_ngrams
 from megatron_rl.rollout.engines.vllm.rules import accelerator_processor
-from megatron_rl.rollout.sampling import ban_repeated_ngrams, ruled_logits, vllm_parameters
+from megatron_rl.rollout.sampling import apply_logit_rules, ban_repeated_ngrams, vllm_parameters
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -232,7 +232,7 @@ def test_the_torch_engine_samples_from_the_same_logits(row):
     rules = rules or SamplingParameters()
     for index in range(len(response)):
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        found = ruled_logits(logits[None].float(), [rules], [prompt], [response[:index]])[0]
+        found = apply_logit_rules(logits[None].float(), [rules], [prompt], [response[:index]])[0]
         wanted = brute_force(logits, prompt, response[:index], rules)
         torch.testing.assert_close(found.log_softmax(0).double().exp(), wanted.log_softmax(0).exp())
 

@@ -363,8 +363,8 @@ def test_a_chat_template_closes_the_turn_and_opens_the_next():
     chat = ChatTemplate(tokenizer)
     new = [{"role": "tool", "content": "12"}]
     tail = tokenizer.encode("<eos>\n<bos>tool\n12<eos>\n<bos>assistant\n", add_special_tokens=False)
-    assert chat.extend(None, new) == tail
-    assert chat.extend(STOP, new) == tail[1:]  # the policy has closed its turn itself
+    assert chat.encode_between_turns(None, new) == tail
+    assert chat.encode_between_turns(STOP, new) == tail[1:]  # the policy has closed its turn itself
     assert tail[0] == STOP
     tokenizer.chat_template = CHATML.replace(
         "{{ m['content'] }}", "{{ m['content'] }}{{ messages|length if loop.last }}"

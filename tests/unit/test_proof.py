@@ -74,7 +74,7 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 1024])
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
-    proof._write_material(tmp_path, world, on_host=True)
+    proof._write_job_files(tmp_path, world, on_host=True)
     for task in proof.list_tasks(tmp_path, world)[:-1]:
         words = ["-v", "--world-size", str(world), "--for", task.command, f"run_dir={tmp_path / task.name}"]
         assert main(["check", str(tmp_path / "proof.yaml"), *words, *task.changes]) == 0, (
@@ -88,4 +88,4 @@ def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: py
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="files that no proof has written"):
-        proof._write_material(tmp_path, 2, on_host=True)
+        proof._write_job_files(tmp_path, 2, on_host=True)

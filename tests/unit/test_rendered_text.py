@@ -156,8 +156,8 @@ def test_an_end_behind_a_space_is_not_repeated_where_a_conversation_goes_on() ->
     tokenizer = tokenizer_of(LLAMA_2)
     chat = ChatTemplate(tokenizer)
     new = [{"role": "user", "content": "b"}]
-    assert tokenizer.decode(chat.extend(tokenizer.eos_token_id, new)) == "<s>[INST] b [/INST]"
-    assert tokenizer.decode(chat.extend(None, new)) == " </s><s>[INST] b [/INST]"
+    assert tokenizer.decode(chat.encode_between_turns(tokenizer.eos_token_id, new)) == "<s>[INST] b [/INST]"
+    assert tokenizer.decode(chat.encode_between_turns(None, new)) == " </s><s>[INST] b [/INST]"
 
 
 def dated(tmp_path: Path, now: datetime) -> PromptSource:

@@ -153,7 +153,7 @@ def test_format_reward() -> None:
 @pytest.mark.slow
 def test_problems_of_reasoning_gym_are_made_and_judged(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        reasoning_gym.make(tmp_path / folder, ["leg_counting", "basic_arithmetic"], 6, 4, seed=3)
+        reasoning_gym.write_data_sets(tmp_path / folder, ["leg_counting", "basic_arithmetic"], 6, 4, seed=3)
     parts = {name: load_records(tmp_path / f"a/{name}.jsonl") for name in ("train", "eval")}
     assert (tmp_path / "a/train.jsonl").read_bytes() == (tmp_path / "b/train.jsonl").read_bytes()
     assert [len(records) for records in parts.values()] == [6, 4]
@@ -167,5 +167,5 @@ def test_problems_of_reasoning_gym_are_made_and_judged(tmp_path: Path) -> None:
             given = score(response=response, ground_truth=truth, **asked)
             assert given == reward if reward else given < 0.1
     with pytest.raises(UserError, match="no task 'leg_countin'") as error:
-        reasoning_gym.make(tmp_path, ["leg_countin"], 1, 1, 1)
+        reasoning_gym.write_data_sets(tmp_path, ["leg_countin"], 1, 1, 1)
     assert error.value.fix == "did you mean leg_counting?"

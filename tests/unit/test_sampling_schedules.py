@@ -16,8 +16,9 @@ from megatron_rl.megatron.log_probs import VocabularyShard, vocab_parallel_log_p
 from megatron_rl.megatron.logit_rules import token_temperatures
 from megatron_rl.megatron.schedule import _support
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
+from megatron_rl.rollout.engines.vllm import replay
 from megatron_rl.rollout.engines.vllm.replay import accelerator_processor
-from megatron_rl.rollout.sampling import sampling_at, truncates
+from megatron_rl.rollout.sampling import has_schedule, sampling_at, truncates
 from megatron_rl.rollout.types import GenerationRequest, Sequence, SequenceGroup
 from megatron_rl.types import LogitRules, Rollouts, SamplingParameters
 from tests.sampling import engine_of
@@ -193,6 +194,22 @@ def test_temperatures_begin_anew_with_each_turn_of_packed_rows():
 def test_a_greedy_response_has_no_schedule(sampling: SamplingParameters):
     greedy = sampling.greedy()
     assert not greedy.changes_over_tokens and sampling_at(greedy, 3) == greedy and not truncates(greedy)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_temperature_that_is_greedy_stays_so_beside_a_schedule(monkeypatch: Any, on_host: bool):
+    """An evaluation set may have such a temperature and the top-p of its task."""
+    monkeypatch.setattr(replay.device, "on_host", lambda: on_host)
+    sampling = ENDED._replace(temperature=1e-6)
+    parameters = SimpleNamespace(temperature=1e-6, extra_args=None)
+    assert not has_schedule(sampling) and has_schedule(ENDED)
+    assert replay.add_filters(parameters, GenerationRequest(0, [5], sampling, 4, seed=1)) is None
+    assert parameters.extra_args is None
+    # vLLM decodes greedily below 1e-5, and where the temperature must be positive by a top-k of 1.
+    is_greedy = parameters.temperature < 1e-5
+    if not on_host:
+        is_greedy = parameters.top_k == 1
+    assert is_greedy
 
 
 def test_accelerators_have_the_position_of_each_slot():

@@ -281,9 +281,10 @@ def host_engine_errors(
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
-    for mixer in shape.mixers:
-        sizes = capabilities.host_kernels.get(mixer.name, ())
-        size = mixer.kernel_size(shape)
+    # Mixers that differ in other sizes have one kernel, and one error.
+    mixers = {(mixer.name, mixer.kernel_size(shape)): mixer for mixer in shape.mixers}
+    for (name, size), mixer in mixers.items():
+        sizes = capabilities.host_kernels.get(name, ())
         if size in sizes:
             continue
 

@@ -207,10 +207,11 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
 
 
 def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -> MegatronCheckpoint:
-    """Write the folder of the Megatron checkpoint at ``path``, and return the checkpoint.
+    """Write the Hugging Face folder of a Megatron checkpoint: config.json, tokenizer, and a pointer to it.
 
-    ``key`` names the checkpoint. Raises UserError or UserErrors for a folder with other files, and for a
-    checkpoint that does not fit its model.
+    ``path`` is the checkpoint, ``folder`` the folder that is written, and ``key`` the configuration key that
+    names the checkpoint. Returns the checkpoint. Raises UserError or UserErrors for a folder with other
+    files, and for a checkpoint that does not fit its model.
     """
     is_actor = key == "model.megatron"
     folder_key = key
@@ -292,8 +293,8 @@ def _require_free_folder(folder: Path, key: str) -> None:
 def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
     """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
 
-    A run that is resumed keeps that iteration, which `read_pointer` records in ``model_folder``, even if
-    newer ones exist.
+    A run that is resumed keeps the iteration that it began with, which the pointer in ``model_folder``
+    names (`read_pointer`), even if newer ones exist.
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return checkpoints

@@ -377,13 +377,13 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
-    """Return the error for tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
+    """Return the error for the tensors ``names``: ``dtype`` is neither a float nor 8-bit with scales."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}, or {FP8} with scales and a quantization_config",
         got=f"{join_names(names, _MAX_SHOWN)} in {dtype}",
-        fix="use the checkpoint that was quantised, in bfloat16 or float32",
+        fix="use the original checkpoint in bfloat16 or float32, from which this one was quantised",
     )
 
 

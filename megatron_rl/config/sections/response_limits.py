@@ -71,7 +71,11 @@ def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
 
 
 def largest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
-    """Return the largest number of tokens of any response; 1 for a table without a valid row."""
+    """Return the largest number of tokens of any response under the limit ``value``.
+
+    ``value`` is a number, ``auto``, or a table of limits by prompt length. Returns 1 for a table without a
+    valid row, whose error is reported elsewhere.
+    """
     if isinstance(value, int):
         return value
     if isinstance(value, str):

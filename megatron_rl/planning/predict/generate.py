@@ -229,9 +229,10 @@ def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: f
 
 
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens for whose keys and values the cache of one replica has room.
+    """Return the capacity of one replica's key-value cache in tokens; negative if the weights do not fit.
 
-    It is negative if the weights do not fit. The cache has the precision of the weights, at most two bytes.
+    An element of the cache has as many bytes as one of the weights, at most two. For a model that caches no
+    keys and values, returns the free bytes, whose sign shows whether the weights fit.
     """
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
@@ -240,7 +241,6 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     room -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     room -= rollout_weight_bytes(model, rollout, machine)
 
-    # A model may cache no keys and values: the sign of the free bytes shows whether the weights fit.
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
     if not token_bytes:
         return room

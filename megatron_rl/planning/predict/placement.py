@@ -72,7 +72,7 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 }
 """Groups of roles that share GPUs, by algorithm; for PPO the groups of HybridFlow's figure 12 and others."""
 
-_STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
+_STATE_FACTORS = (1.0, 1.3, 2.0, 4.0, 1e9)
 """Limits on the states of an idle role, as multiples of its smallest states; the last one means no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
@@ -290,17 +290,17 @@ class Planner:
         """
         # Trained roles come first, the actor before the critic: the memory of the lead limits the others.
         order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
-        spreads = _STATE_SPREADS
+        state_factors = _STATE_FACTORS
         if len(order) == 1:
-            spreads = _STATE_SPREADS[:1]
+            state_factors = _STATE_FACTORS[:1]
         # Several groups cannot share an uneven split of stages, so only even splits are tried for them.
         even = self.problem.shared_stage_split and not alone
 
         best: GroupPlan | None = None
         bound = inf
         for lead in self.front(order[0], gpus, even):
-            for spread in spreads:
-                group = self._group_with_lead(order, lead, gpus, generates, spread, bound)
+            for max_state_factor in state_factors:
+                group = self._group_with_lead(order, lead, gpus, generates, max_state_factor, bound)
                 if group is not None and group.busy < bound:
                     best = group
                     bound = group.busy
@@ -312,19 +312,19 @@ class Planner:
         lead: TrainPlan,
         gpus: int,
         generates: bool,
-        spread: float,
+        max_state_factor: float,
         bound: float,
     ) -> GroupPlan | None:
         """Return the plan of a group with a given plan of its first role, the lead.
 
-        Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
-        so that the set of combinations does not depend on the memory limit. Returns None if the group does
-        not fit, or if it takes at least ``bound`` seconds even without generation.
+        Each other role gets its fastest layout whose states are at most ``max_state_factor`` times its
+        smallest states, so that the set of combinations does not depend on the memory limit. Returns None if
+        the group does not fit, or if it takes at least ``bound`` seconds even without generation.
         """
         problem = self.problem
         plans = {order[0]: lead}
         for role in order[1:]:
-            plan = self._follower(role, lead, gpus, spread)
+            plan = self._plan_after_lead(role, lead, gpus, max_state_factor)
             if plan is None:
                 return None
             plans[role] = plan
@@ -348,8 +348,17 @@ class Planner:
             return group
         return self._with_generation(group, resident_bytes)
 
-    def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
-        """Return the plan of a role in a group with this lead, or None if no plan fits."""
+    def _plan_after_lead(
+        self,
+        role: str,
+        lead: TrainPlan,
+        gpus: int,
+        max_state_factor: float,
+    ) -> TrainPlan | None:
+        """Return the plan of ``role`` in a group whose first role has the plan ``lead``; None if none fits.
+
+        It is the fastest plan whose states are at most ``max_state_factor`` times the role's smallest states.
+        """
         # Roles that share the split into uneven stages, or the base of adapters, need the lead's layout.
         choice = lead.choice
         has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
@@ -362,7 +371,7 @@ class Planner:
         front = self.front(role, gpus, self.problem.shared_stage_split)
         if not front:
             return None
-        limit = spread * min(plan.memory.states for plan in front)
+        limit = max_state_factor * min(plan.memory.states for plan in front)
         return next(plan for plan in front if plan.memory.states <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:

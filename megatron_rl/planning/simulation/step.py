@@ -204,7 +204,7 @@ def _full_rows(
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
-    """Return rows that fill one more micro-batch than a pipeline has in flight at once."""
+    """Return rows of the micro-batches that fill every role's pipeline, at most as many as a step has."""
     # Fill a micro-batch with rows of equal length, as long as possible.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)

@@ -87,7 +87,7 @@ class Server(Protocol):
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve the server for ``run`` for this many seconds; return the holder if it is another run."""
+        """Reserve the server for ``run`` for this many seconds; return another run that has it, or None."""
         ...
 
     # State of the weights.

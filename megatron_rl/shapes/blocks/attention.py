@@ -128,7 +128,11 @@ class Attention(Mixer):
         return self.key_size(shape)
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return the number of ranks, or of key-value heads if that is smaller: others have copies."""
+        """Return the number of different parts of the key-value cache on ``tensor`` ranks of an engine.
+
+        Each rank caches different heads, unless there are fewer key-value heads than ranks: then several
+        ranks cache copies of the same head.
+        """
         return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class LocalLayer:
     """A layer on one rank, as far as the memory of its activations depends on it.
 
-    Counts of activations are elements per token of a micro-batch. An element has ``dtype_bytes`` bytes, so
-    float32 tensors count as `float32` elements each.
+    Activations are counted in elements of ``dtype_bytes`` bytes, per token of a micro-batch. A float32 number
+    counts as `float32_elements` of them, which are 2 for bfloat16.
     """
 
     shape: ModelShape
@@ -196,7 +196,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the number of inner elements that are computed for a token, in all of its experts."""
+        """Return the width between the feed-forward's projections, summed over the experts of a token."""
 
     @abstractmethod
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -214,7 +214,7 @@ class FeedForward(ABC):
         """
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of a token's hidden states alive at once in that pass, besides inner elements."""
+        """Return the number of a token's hidden states alive at once in the pass of `live_elements`."""
         return 4
 
     def temporary_elements(self, layer: LocalLayer) -> float:

@@ -85,7 +85,7 @@ class Experts(FeedForward):
         return 4 + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of unsaved copies of routed tokens; in fused layers of two gradients."""
+        """Count the elements of unsaved copies of routed tokens, or in fused layers of two gradients."""
         shape = layer.shape
         copies = ROUTED_COPIES - 1
         if layer.fused:

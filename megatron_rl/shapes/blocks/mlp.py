@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mlp(FeedForward):
-    """Dense MLP of all models, with the ``mlp_width`` of `ModelShape` as the number of inner elements."""
+    """Dense MLP of all models, with the ``mlp_width`` of `ModelShape` between its projections."""
 
     name: ClassVar[str] = "mlp"
 
@@ -26,7 +26,7 @@ class Mlp(FeedForward):
             yield from biases(shape, "mlp.", "mlp.", shape.mlp_width)
 
     def inner_width(self, shape: ModelShape) -> int:
-        """Return the number of the MLP's inner elements per token."""
+        """Return the width between the MLP's projections."""
         return shape.mlp_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
@@ -43,7 +43,7 @@ class Mlp(FeedForward):
 
 
 def mlp_elements(layer: LocalLayer, width: float) -> float:
-    """Count the elements per token that an MLP of ``width`` inner elements saves for the backward pass."""
+    """Count the elements per token that an MLP of inner width ``width`` saves for the backward pass."""
     if not layer.fused:
         # Gate and up together, the activation, up once more, and their product.
         return 5 * width
@@ -59,8 +59,8 @@ def matrices(
 ) -> Iterator[Weight]:
     """Yield the two Megatron parameters of an MLP; the first of a gated one has gate and up.
 
-    ``width`` are the inner elements. ``name`` and ``source`` are the prefixes of Megatron's and of the
-    checkpoint's names, ``fused`` is Transformer Engine's name with ``{linear}`` for the layer.
+    ``width`` is the width between the projections. ``name`` and ``source`` are the prefixes of Megatron's and
+    of the checkpoint's names, ``fused`` is Transformer Engine's name with ``{linear}`` for the layer.
     """
     # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
     projections, inner_cut = _inner_projections(shape)

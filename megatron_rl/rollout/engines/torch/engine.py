@@ -18,9 +18,9 @@ from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
+    apply_logit_rules,
     draw,
     is_greedy,
-    ruled_logits,
     sampled_logits,
     sampling_at,
     truncates,
@@ -202,7 +202,11 @@ class TorchEngine:
             self._open.clear()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Add a request. With equal weights a continuation has the tokens of an uninterrupted sequence."""
+        """Add a request, which `step` completes.
+
+        A request may continue an interrupted response. If the weights have not changed since, it gets the
+        same tokens that the response would have had without the interruption.
+        """
         self._open[request.number] = request
 
     @torch.no_grad()
@@ -326,7 +330,7 @@ def _decode(
         active_generators = [generators[row] for row in active]
         active_prompts = [prompts[row] for row in active]
         responses = [[*partial_responses[row], *tokens[row]] for row in active]
-        logits = ruled_logits(logits, sampling, active_prompts, responses)
+        logits = apply_logit_rules(logits, sampling, active_prompts, responses)
         sampled, values, masks = _sample(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
         log_prob_list = values.tolist()

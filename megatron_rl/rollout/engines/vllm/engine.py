@@ -28,7 +28,13 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
 from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
-from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
+from megatron_rl.rollout.sampling import (
+    has_schedule,
+    part_seed,
+    vllm_filters,
+    vllm_finish,
+    vllm_parameters,
+)
 from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
@@ -294,7 +300,7 @@ class VllmEngine:
 
         parameters = _sampling_parameters(request)
         support = None
-        if self._truncates or request.sampling.changes_over_tokens:
+        if self._truncates or has_schedule(request.sampling):
             support = replay.add_filters(parameters, request)
         else:
             # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,

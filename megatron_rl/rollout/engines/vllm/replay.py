@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.rollout.sampling import is_greedy, sampled_logits, sampling_at, truncates
+from megatron_rl.rollout.sampling import has_schedule, is_greedy, sampled_logits, sampling_at, truncates
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
@@ -62,7 +62,7 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     """
     sampling = request.sampling
     if device.on_host():
-        if not truncates(sampling) and not sampling.changes_over_tokens:
+        if not truncates(sampling) and not has_schedule(sampling):
             return None
         # The processor divides by the temperature, and filters.
         support: Support = {}
@@ -70,7 +70,7 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
         parameters.extra_args = {_SAMPLING_KEY: (sampling, request.turn_tokens, support)}
         return support
 
-    if sampling.changes_over_tokens:
+    if has_schedule(sampling):
         parameters.temperature = 1.0
         parameters.top_k = _EVERY_TOKEN
         turn_start = len(request.tokens) - request.turn_tokens
