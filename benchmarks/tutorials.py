@@ -122,7 +122,8 @@ def console(command: str) -> str:
         raise SystemExit(f"{command} exits with {result.returncode}:\n{result.stdout}")
 
     text = result.stdout.replace(f"{ROOT}/", "").replace(str(ROOT), "~/megatron_rl")
-    lines = [line.rstrip() for line in text.splitlines()]
+    # A first run installs; the page of the install says what is seen then.
+    lines = [line.rstrip() for line in text.splitlines() if not line.startswith("setup:")]
     return "\n".join([f"$ {command}", *shorten(lines)]) + "\n"
 
 

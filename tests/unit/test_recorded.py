@@ -143,6 +143,8 @@ def words_without_a_text(line: str) -> list[str]:
     rest = line
     if line.isupper():
         rest = line.lower()
+    # A text that ends in a folder would take it off the path that follows.
+    rest = re.sub(r"\S*\w/\w+[/-]\S*", " ", rest)
     for part in sorted((part for part in parts if part in rest), key=len, reverse=True):
         rest = re.sub(rf"{WORD_START}{re.escape(part)}{WORD_END}", " ", rest)
     # Numbers, keys, paths and names of files are values.

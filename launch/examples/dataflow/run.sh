@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 script="launch/examples/dataflow/${1:-grpo}.py"
 if [ ! -f "$script" ]; then sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 if [ ! -f runs/quickstart-data/train.jsonl ]; then
     .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
 fi

@@ -4,7 +4,7 @@
 #   launch/examples/first_run/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 if [ ! -f runs/examples/first_run/inputs/train.jsonl ]; then
     .venv/bin/python launch/examples/first_run/make.py runs/examples/first_run/inputs
 fi

@@ -4,7 +4,7 @@
 #   launch/examples/hybrid_engine/run.sh [CHECKPOINT]      a Hugging Face directory of a Qwen3 model
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 for example in "2 colocated" "3 separate"; do
     read -r processes name <<<"$example"

@@ -4,7 +4,7 @@
 #   launch/examples/megatron_lm/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 if [ ! -f runs/quickstart-data/train.jsonl ]; then
     .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
 fi

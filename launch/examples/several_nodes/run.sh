@@ -6,7 +6,7 @@
 # On a cluster: sbatch --nodes 8 launch/slurm.sbatch CONFIG, or kubectl apply -f launch/kubernetes.yaml.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 if [ ! -f runs/quickstart-data/train.jsonl ]; then
     .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
 fi

@@ -4,7 +4,7 @@
 #   launch/examples/smollm2/run.sh [key=value …]      overrides of grpo.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 here=launch/examples/smollm2
 python=.venv/bin/python
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

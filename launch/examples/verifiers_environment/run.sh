@@ -4,7 +4,7 @@
 #   launch/examples/verifiers_environment/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-bash launch/setup.sh
+CALLED_BY=launch bash launch/setup.sh
 python=.venv/bin/python
 folder=runs/examples/verifiers
 bash launch/examples/smollm2/model.sh
