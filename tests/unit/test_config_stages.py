@@ -140,7 +140,7 @@ def test_a_run_of_stages_alone_is_told_their_commands() -> None:
     (told,) = (
         error for error in check(ALONE + SECTIONS["prefer"]).errors if "no reinforcement" in error.message
     )
-    assert "megatron_rl prefer CONFIG" in (told.fix or "")
+    assert "megatron-rl prefer CONFIG" in (told.fix or "")
 
 
 @pytest.mark.parametrize(
