@@ -175,6 +175,17 @@ def truncates(sampling: SamplingParameters) -> bool:
     return filters_tokens(top_p, sampling.top_k, sampling.min_p)
 
 
+def support_ids(mask: Tensor, sampling: SamplingParameters) -> list[int]:
+    """Return the support of one draw: the token ids that passed the filters, none without filters.
+
+    ``mask`` [V] is True for these tokens. A filter may begin or end within a turn, and ``sampling`` has the
+    constant parameters of this draw, see `sampling_at`.
+    """
+    if not truncates(sampling):
+        return []
+    return mask.nonzero()[:, 0].tolist()
+
+
 def log_prob_temperature(sampling: SamplingParameters) -> float:
     """Return the temperature at which engines compute log-probs: 1 for greedy decoding.
 

@@ -23,6 +23,7 @@ from megatron_rl.rollout.sampling import (
     is_greedy,
     sampled_logits,
     sampling_at,
+    support_ids,
     truncates,
 )
 from megatron_rl.rollout.stopping import StopSearch, StopTexts
@@ -343,11 +344,7 @@ def _decode(
             tokens[row].append(token)
             log_probs[row].append(log_prob_list[index])
             if truncates(request.sampling):
-                support_ids: list[int] = []
-                # A filter may begin or end within a turn: the other tokens have the full vocabulary.
-                if truncates(sampling[index]):
-                    support_ids = masks[index].nonzero()[:, 0].tolist()
-                support[row].append(support_ids)
+                support[row].append(support_ids(masks[index], sampling[index]))
 
             search = searches[row]
             completes_text = search is not None and search.append(token)

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.rollout.sampling import has_schedule, is_greedy, sampled_logits, sampling_at, truncates
+from megatron_rl.rollout.sampling import (
+    has_schedule,
+    is_greedy,
+    sampled_logits,
+    sampling_at,
+    support_ids,
+    truncates,
+)
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
@@ -146,12 +153,8 @@ def _host_processor() -> type:
 
             masks = processed > -torch.inf
             for mask, parameters, request in zip(masks, sampling, requests, strict=True):
-                token_ids: list[int] = []
-                # A filter may begin or end within a turn: the other tokens have the full vocabulary.
-                if truncates(parameters):
-                    token_ids = mask.nonzero()[:, 0].tolist()
                 # A chunked prefill passes here after each chunk; the last one overwrites the entry.
-                request.support[len(request.tokens)] = token_ids
+                request.support[len(request.tokens)] = support_ids(mask, parameters)
             return logits
 
     return SamplingProcessor
