@@ -31,6 +31,9 @@ _TURN_SECONDS = 2.0
 
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
 
+CONSOLE_SCRIPT = "megatron-rl"
+"""Name of the installed program that runs the commands, see setup.py."""
+
 LOOPBACK = "127.0.0.1"
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 

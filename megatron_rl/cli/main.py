@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
-from megatron_rl.launcher import report_errors, without_proxy
+from megatron_rl.launcher import CONSOLE_SCRIPT, report_errors, without_proxy
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
@@ -39,9 +39,6 @@ COMMANDS = {
     "doctor": ("megatron_rl.cli.doctor", "check the environment and list the fixes"),
 }
 """Name of a command -> its module, and its one-line help."""
-
-CONSOLE_SCRIPT = "megatron-rl"
-"""Name of the installed program that runs `main`, see setup.py."""
 
 EXIT_INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import write_text
+from megatron_rl.launcher import CONSOLE_SCRIPT
 from megatron_rl.redaction import HIDDEN, is_secret
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -117,7 +118,7 @@ def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> st
 
     launcher = ["python"]
     # The installed program is on PATH.
-    if program.name == "megatron-rl":
+    if program.name == CONSOLE_SCRIPT:
         launcher = []
         target = [program.name]
 
