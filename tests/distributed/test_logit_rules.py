@@ -101,17 +101,22 @@ def _log_probs_agree(run: Path) -> None:
     assert len(differences) == 2 and max(differences) < 1e-5
 
 
-def test_rules_reach_both_sides(torchrun, material, tmp_path):
+def _train_two_tasks(torchrun, material: Path, folder: Path, rollout: dict[str, Any]) -> None:
+    """Train on both tasks with an actor and an engine on two tensor-parallel ranks; both sides must agree."""
     file = _config(
-        tmp_path,
+        folder,
         material,
-        data={"train": str(_two_tasks(material / "train.jsonl", tmp_path / "train.jsonl"))},
+        data={"train": str(_two_tasks(material / "train.jsonl", folder / "train.jsonl"))},
         actor={"layout": {"tensor": 2}, "optimizer": {"learning_rate": 1e-3}},
         reference={"layout": {"pipeline": 2}},
-        rollout={"tensor": 2, "max_response_tokens": 8, **RULES},
+        rollout={"tensor": 2, **rollout},
     )
     torchrun("megatron_rl", 2, "train", file, module=True)
-    _log_probs_agree(tmp_path / "run")
+    _log_probs_agree(folder / "run")
+
+
+def test_rules_reach_both_sides(torchrun, material, tmp_path):
+    _train_two_tasks(torchrun, material, tmp_path, {"max_response_tokens": 8, **RULES})
 
     # The reference has the actor's weights, in another layout.
     assert abs(read_metrics(tmp_path / "run/metrics.jsonl")[-2]["kl/ref"]) < 1e-6
@@ -132,22 +137,12 @@ def test_schedules_over_tokens_reach_both_sides(torchrun, material, tmp_path):
     """The page's example, with a minimum length and penalties beside it."""
     rollout = _example("temperature: {start: 1.2")
     profiles = rollout.pop("sampling_profiles")
-    file = _config(
-        tmp_path,
-        material,
-        data={"train": str(_two_tasks(material / "train.jsonl", tmp_path / "train.jsonl"))},
-        actor={"layout": {"tensor": 2}, "optimizer": {"learning_rate": 1e-3}},
-        reference={"layout": {"pipeline": 2}},
-        rollout={
-            "tensor": 2,
-            "max_response_tokens": 12,
-            **rollout,
-            "min_response_tokens": 3,
-            "sampling_profiles": {"other": profiles["proof"] | {"repetition_penalty": 1.2}},
-        },
-    )
-    torchrun("megatron_rl", 2, "train", file, module=True)
-    _log_probs_agree(tmp_path / "run")
+    rollout |= {
+        "max_response_tokens": 12,
+        "min_response_tokens": 3,
+        "sampling_profiles": {"other": profiles["proof"] | {"repetition_penalty": 1.2}},
+    }
+    _train_two_tasks(torchrun, material, tmp_path, rollout)
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     assert abs(lines[-2]["kl/ref"]) < 1e-6
     assert all("rollout/temperature" in line for line in lines if "mismatch/abs_diff" in line)

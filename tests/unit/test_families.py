@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,14 @@ def refusals(checkpoint: Path, *changes: str) -> list[str]:
     (checkpoint / "tokenizer_config.json").write_text("{}")
     report = check_config(load("config.yaml", overrides), 4, patience=0)
     return [str(error) for error in report.errors]
+
+
+def refusals_with(checkpoint: Path, family: str, change: dict[str, Any]) -> list[str]:
+    """Return what `check` has against a tiny model of a family whose config.json has other values."""
+    save_model(family, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | change))
+    return refusals(checkpoint)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_families import refusals, workspace  # noqa: F401
+from test_families import refusals, refusals_with, workspace  # noqa: F401
 from test_hf_logits import build
 
 from megatron_rl.check.engine import arguments as engine_arguments
@@ -144,10 +144,7 @@ def test_other_models_of_the_family_are_refused_by_name(
     expected: str,
     workspace: Path,  # noqa: F811
 ) -> None:
-    save_model("gemma4", workspace / "other")
-    config = json.loads((workspace / "other/config.json").read_text())
-    (workspace / "other/config.json").write_text(json.dumps(config | change))
-    errors = refusals(workspace / "other")
+    errors = refusals_with(workspace / "other", "gemma4", change)
     assert any(expected in error for error in errors), errors
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import refusals, workspace  # noqa: F401
+from test_families import refusals, refusals_with, workspace  # noqa: F401
 from test_hf_logits import build, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -306,10 +306,7 @@ def test_values_that_the_engine_would_compute_differently_are_refused(
     expected: str,
     workspace: Path,  # noqa: F811
 ) -> None:
-    save_model("gpt-oss", workspace / "other")
-    config = json.loads((workspace / "other/config.json").read_text())
-    (workspace / "other/config.json").write_text(json.dumps(config | change))
-    errors = refusals(workspace / "other")
+    errors = refusals_with(workspace / "other", "gpt-oss", change)
     assert any(expected in error for error in errors), errors
 
 

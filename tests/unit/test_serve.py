@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,23 +36,25 @@ def test_what_holds_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is not a checkpoint" in capsys.readouterr().err
 
 
-def test_the_sampling_of_the_run_is_the_servers_default(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
+def defaults_of(folder: Path, rollout: str) -> dict[str, Any]:
+    """Return the server's sampling defaults for a run with this section ``rollout``."""
+    (folder / "config.yaml").write_text(
         "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: r.py:f}\nsteps: 1\nrun_dir: r\n"
-        "rollout: {temperature: 0.7, top_p: 0.9, max_response_tokens: 64}\n"
+        f"rollout: {rollout}\n"
     )
-    defaults = serve.sampling_defaults(RunFolder(tmp_path))
+    return serve.sampling_defaults(RunFolder(folder))
+
+
+def test_the_sampling_of_the_run_is_the_servers_default(tmp_path: Path) -> None:
+    defaults = defaults_of(tmp_path, "{temperature: 0.7, top_p: 0.9, max_response_tokens: 64}")
     assert defaults == {"temperature": 0.7, "max_new_tokens": 64, "top_p": 0.9}
     command = serve.server_command(Path("m"), "name", "0.0.0.0", 80, defaults)
     assert json.loads(command[command.index("--override-generation-config") + 1]) == defaults
 
 
 def test_a_server_has_the_last_values_of_schedules(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: r.py:f}\nsteps: 1\nrun_dir: r\n"
-        "rollout: {temperature: {start: 1.0, end: 0.6, over: 8}, top_p: {start: 1.0, end: 0.9, steps: 5}}\n"
-    )
-    defaults = serve.sampling_defaults(RunFolder(tmp_path))
+    schedules = "{temperature: {start: 1.0, end: 0.6, over: 8}, top_p: {start: 1.0, end: 0.9, steps: 5}}"
+    defaults = defaults_of(tmp_path, schedules)
     assert defaults == {"temperature": 0.6, "max_new_tokens": 256, "top_p": 0.9}
 
 
