@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.lookup import with_pieces
+from megatron_rl.algorithms.lookup import write_pieces
 from megatron_rl.check.data import DatasetStats
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
@@ -662,7 +662,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     # A piece of the user's that this machine cannot import is a warning, and missing from ``algorithm``.
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
-        config, piece_reasons = with_pieces(config, algorithm)
+        config, piece_reasons = write_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)

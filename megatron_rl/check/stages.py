@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.algorithms.lookup import preference_function
+from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
@@ -144,7 +144,7 @@ def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
 def check_preference_loss(loss: str) -> Iterator[UserError]:
     """Yield the error for a user's preference loss that cannot be loaded or called."""
     try:
-        preference_function(loss, "preference.loss")
+        load_preference_loss(loss, "preference.loss")
     except UserError as error:
         yield from single_errors(error)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import Vapo
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan, versions_between
@@ -207,7 +207,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning if routing replay is set for a forward pass that the step does not run."""
-    if config.actor.routing_replay == "update" and scoring_reason(config, algorithm) is None:
+    if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
             where="actor.routing_replay",
@@ -220,7 +220,7 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning if the loss treats responses of older weights as samples of the newest weights."""
     correction = algorithm.correction
-    is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
+    is_corrected = correction.is_active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:
         return
 

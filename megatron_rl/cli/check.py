@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.cli.check_picture import draw_svg
 from megatron_rl.cli.check_text import report_text
@@ -153,7 +153,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         batch = dataclasses.asdict(report.batch)
     scoring_pass = None
     if report.algorithm is not None:
-        scoring_pass = scoring_reason(report.config, report.algorithm)
+        scoring_pass = scoring_pass_reason(report.config, report.algorithm)
     model = None
     if report.shape is not None:
         model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import KINDS, Algorithm
-from megatron_rl.algorithms.lookup import piece_text, scoring_reason
+from megatron_rl.algorithms.lookup import piece_text, scoring_pass_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
@@ -280,7 +280,7 @@ def _algorithm_lines(report: CheckReport) -> list[str]:
         value = getattr(section, key)
         path = f"algorithm.{key}"
         text = piece_text(value)
-        # `with_pieces` leaves the pieces of the value function out of an algorithm without a critic.
+        # `write_pieces` leaves the pieces of the value function out of an algorithm without a critic.
         if value is None and key.startswith("value_"):
             text = "not used without a critic"
         rows.append((path, text, _origin_text(report, path)))
@@ -654,7 +654,7 @@ def _correction_text(algorithm: Algorithm) -> str:
         return (
             f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
         )
-    if correction.active:
+    if correction.is_active:
         return "rejected where they differ too much, and otherwise trained on as if sampled from the newest"
     return "and nothing corrects for it"
 
@@ -663,7 +663,7 @@ def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on the source of the old log-probs; no line without an algorithm."""
     if report.algorithm is None:
         return []
-    reason = scoring_reason(report.config, report.algorithm)
+    reason = scoring_pass_reason(report.config, report.algorithm)
     if reason is None:
         text = "from the forward pass of the only optimizer step, without a separate scoring pass"
     else:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     load_optimizer,
@@ -105,7 +105,7 @@ class Roles:
     served_teacher: ServedTeacher | None = None
     """Teacher behind a server, which computes log-probs in the score phase."""
     scoring_pass: bool = True
-    """Whether the actor computes log-probs before the first update of a step, see `scoring_reason`."""
+    """Whether the actor computes log-probs before the first update of a step, see `scoring_pass_reason`."""
 
     @property
     def critic(self) -> ModelRole | None:
@@ -191,7 +191,7 @@ def build_roles(
     show_part("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
 
-    needs_scoring_pass = scoring_reason(config, algorithm) is not None
+    needs_scoring_pass = scoring_pass_reason(config, algorithm) is not None
     roles = Roles(
         actor,
         rollout,

@@ -28,7 +28,7 @@ from megatron_rl.algorithms import (
     value_objective,
 )
 from megatron_rl.algorithms.aggregation import SeqMeanTokenSum
-from megatron_rl.algorithms.estimation import train_rows
+from megatron_rl.algorithms.estimation import make_train_rows
 from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
 from megatron_rl.check.configuration import check_file
@@ -297,7 +297,7 @@ class Run:
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
         mask = rollouts.response_mask & ~advantages.isnan()
-        batch = replace(train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
+        batch = replace(make_train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
         if scores is not None:
             batch = replace(
                 batch,

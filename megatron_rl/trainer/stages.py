@@ -19,7 +19,7 @@ from megatron_rl.algorithms import (
     reward_model_objective,
     sft_objective,
 )
-from megatron_rl.algorithms.lookup import preference_function
+from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     find_model_damages,
@@ -187,7 +187,7 @@ def make_stage(
             settings.label_smoothing,
             settings.margin,
             settings.sft_coef,
-            preference_function(settings.loss, f"{plan.where}.loss"),
+            load_preference_loss(settings.loss, f"{plan.where}.loss"),
         )
         return Stage(
             plan,
