@@ -17,10 +17,10 @@ from megatron_rl.algorithms.correction import mismatch_metrics
 from megatron_rl.algorithms.losses import top_entropy_tokens
 from megatron_rl.algorithms.ragged import (
     broadcast_rows,
-    renumber_groups,
     group_statistics,
     last_masked_token,
     masked_row_means,
+    renumber_groups,
     row_sums,
 )
 from megatron_rl.algorithms.rewards import RunningMoments

@@ -13,11 +13,11 @@ from megatron_rl.algorithms.estimation import AlgorithmState
 from megatron_rl.algorithms.kl import TopKDivergence
 from megatron_rl.algorithms.losses import (
     TokenLoss,
-    validate_token_loss,
     fields_of,
     log_ratio,
     off_policy_sequence_mask,
     squared_log_ratio,
+    validate_token_loss,
 )
 from megatron_rl.algorithms.piece import MAX_LOG_RATIO
 from megatron_rl.metrics import Metrics

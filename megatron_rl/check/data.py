@@ -30,7 +30,7 @@ from megatron_rl.data.chat_format import (
     TurnEnd,
     find_turn_end,
     template_tokens,
-    turn_end_mismatch,
+    unnamed_turn_end_warning,
 )
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.messages import (
@@ -40,7 +40,7 @@ from megatron_rl.data.messages import (
     no_tokens_error,
     prompt_messages,
     unclosed_thoughts_warning,
-    uninformative_text,
+    uninformative_warning,
     uses_chat_template,
 )
 from megatron_rl.data.records import (
@@ -58,7 +58,7 @@ from megatron_rl.data.records import (
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
     prompt_warnings,
-    rendered_prompts,
+    render_prompts,
     response_pieces,
     response_warnings,
 )
@@ -380,7 +380,7 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
     ]
     if locations:
         yield UserError(
-            uninformative_text(locations, len(records), len(fields) > 1),
+            uninformative_warning(locations, len(records), len(fields) > 1),
             where=data_set.path,
             got=f"{', '.join(fields)} of {len(records)} records that were read",
             fix="correct or remove the records",
@@ -559,7 +559,7 @@ class TokenCounter:
             if self.chat is None:
                 return
             end_list = ", ".join(end_texts)
-            problem = turn_end_mismatch(self.turn_end, [*self.end_tokens], end_list, str(self.model))
+            problem = unnamed_turn_end_warning(self.turn_end, [*self.end_tokens], end_list, str(self.model))
             if problem is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield problem
@@ -574,7 +574,7 @@ class TokenCounter:
                 yield warning
 
         with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
-            texts = rendered_prompts(records, data, data_set.path, self.renderer)
+            texts = render_prompts(records, data, data_set.path, self.renderer)
             yield from prompt_warnings(records, texts, data, data_set.path, end_texts, self.framing_tokens)
             if data_set.responses:
                 yield from response_warnings(
@@ -641,7 +641,7 @@ class TokenCounter:
             prompt = message_texts(prompt_messages(record, data))
             responses = [message_texts(record.values[name]) for name in data_set.responses]
         else:
-            prompt = rendered_prompts([record], data, data_set.path, self.renderer)
+            prompt = render_prompts([record], data, data_set.path, self.renderer)
             alternative = None
             if data_set.reader.every_turn:
                 alternative = "set sft.turns=last"

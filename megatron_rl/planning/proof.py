@@ -459,7 +459,7 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     model_size = "medium"
     if on_host:
         model_size = "small"
-    quickstart.make(folder / "material", model_size)
+    quickstart.write_inputs(folder / "material", model_size)
 
     config = job_settings(folder, world, on_host=on_host)
     (folder / "proof.yaml").write_text(yaml.safe_dump(config))

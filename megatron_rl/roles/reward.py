@@ -393,7 +393,7 @@ class RewardRole:
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Return each row's response as text without special tokens that `VisibleText` hides."""
-        return self._visible.texts(self._response_ids(rollouts))
+        return self._visible.decode_all(self._response_ids(rollouts))
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:

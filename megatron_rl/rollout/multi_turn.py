@@ -293,7 +293,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
-        text = self._chat.prompts.text(turn)
+        text = self._chat.prompts.decode(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse is not None and conversation.tools:
@@ -301,7 +301,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
-            with_special = self._chat.prompts.text(parsed_tokens, special=True)
+            with_special = self._chat.prompts.decode(parsed_tokens, with_special_tokens=True)
             content, parsed = self._parse(with_special, conversation.tools)
             if parsed:
                 # Deterministic ids, not random ones: a replay must send the same turn.
@@ -375,7 +375,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         stop_token = None
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
-        chat = self._chat.opened if conversation.has_own_prompt else self._chat.prompts
+        chat = self._chat.environment_format if conversation.has_own_prompt else self._chat.prompts
         observed = chat.encode_between_turns(stop_token, event.messages)
         if not observed:
             self._fail(conversation, WRONG_TYPE, "the observation has no tokens")
@@ -407,7 +407,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Replace the prompt by the environment's messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
-            tokens = self._chat.opened.start(*opening)
+            tokens = self._chat.environment_format.encode_prompt(*opening)
         except UserError as error:
             self._fail(conversation, PROMPT, str(error))
             return False

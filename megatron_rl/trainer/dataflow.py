@@ -297,7 +297,9 @@ class Run:
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
         mask = rollouts.response_mask & ~advantages.isnan()
-        batch = replace(make_train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
+        batch = replace(
+            make_train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0)
+        )
         if scores is not None:
             batch = replace(
                 batch,
@@ -345,7 +347,7 @@ class Run:
 
     def _draw(self) -> PromptBatch:
         """Draw the prompts of a step from the training data: the next `batch.prompts_per_step`."""
-        return self._training.prompts.next(self.config.batch.prompts_per_step)
+        return self._training.prompts.next_batch(self.config.batch.prompts_per_step)
 
     def _log(self, values: Metrics | Mapping[str, float]) -> None:
         """Add metrics to those of the current step."""

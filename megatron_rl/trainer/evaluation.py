@@ -109,7 +109,7 @@ def evaluation_sets(
             for key, function in settings.evaluators.items()
         }
 
-        prompts = source.in_file_order(settings.max_prompts, settings.temperature, settings.top_p)
+        prompts = source.batch_in_file_order(settings.max_prompts, settings.temperature, settings.top_p)
         sets.append(EvaluationSet(name, settings, prompts, reward, evaluators))
     return tuple(sets)
 

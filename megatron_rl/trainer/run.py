@@ -32,7 +32,7 @@ from megatron_rl.config.token_budget import initial_budget
 from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
-from megatron_rl.data.tokenizing import as_warning, load_tokenizer
+from megatron_rl.data.tokenizing import format_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     barrier,
@@ -338,7 +338,7 @@ class Training:
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
         for problem in source.text_warnings:
-            self.job.say(f"{key}: {as_warning(problem)}")
+            self.job.say(f"{key}: {format_warning(problem)}")
 
     def _progress(self, title: str) -> Progress:
         """Return a progress display named ``title``, which only prints on the main rank."""

@@ -549,7 +549,7 @@ def _batches(
 
     def draw() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
         for step in range(completed_steps + 1, data.steps + 1):
-            batch = data.train.next(data.size(step))
+            batch = data.train.next_batch(data.size(step))
             yield batch, data.train.state_dict()
 
     def with_reference(batch: TrainBatch) -> TrainBatch:
@@ -559,7 +559,7 @@ def _batches(
     # Held-out rows form a single batch, so that their loss is a mean over all of them.
     held_out: TrainBatch | None = None
     if data.held_out is not None:
-        held_out = data.held_out.in_file_order()
+        held_out = data.held_out.batch_in_file_order()
     if not stage.needs_reference:
         return draw(), held_out
 

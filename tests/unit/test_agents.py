@@ -375,7 +375,7 @@ TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
 def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOOLS
-    started = ChatTemplate(tokenizer).start([{"role": "user", "content": "1+2="}], [TOOL])
+    started = ChatTemplate(tokenizer).encode_prompt([{"role": "user", "content": "1+2="}], [TOOL])
     assert tokenizer.decode(started) == "<bos>7<eos><bos>1+2=<eos><bos>"
     parse = make_tool_parser("hermes", tokenizer)
     assert parse is not None

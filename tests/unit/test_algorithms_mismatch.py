@@ -13,8 +13,8 @@ from megatron_rl.algorithms.algorithm import CORRECTIONS
 from megatron_rl.algorithms.correction import (
     REJECTION_MEASURES,
     Correction,
-    normalize_over_batch,
     mismatch_metrics,
+    normalize_over_batch,
     rejection_mask,
 )
 

@@ -172,7 +172,7 @@ def test_a_scripts_model_that_rl_would_train_wrongly_is_refused(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
-    quickstart.make(tmp_path / "data")
+    quickstart.write_inputs(tmp_path / "data")
     path = tmp_path / "data" / "model"
     (tmp_path / "rl.yaml").write_text(RL.format(folder=tmp_path))
     (tmp_path / "reward.py").write_text(REWARD)

@@ -148,8 +148,8 @@ def test_rewards_see_the_marks_that_a_user_added_and_none_that_frame_a_turn() ->
     form = replace(QWEN_2, special=(*QWEN_2.special, "<answer>", "</answer>", "<think>"))
     tokenizer = tokenizer_of(form)
     ids = tokenizer.encode("<think>a<answer>4</answer><|im_end|>\n<|im_start|>user<|endoftext|>")
-    assert VisibleText(tokenizer).text(ids) == "<think>a<answer>4</answer>\nuser"
-    assert VisibleText(tokenizer).texts([ids, []]) == ["<think>a<answer>4</answer>\nuser", ""]
+    assert VisibleText(tokenizer).decode(ids) == "<think>a<answer>4</answer>\nuser"
+    assert VisibleText(tokenizer).decode_all([ids, []]) == ["<think>a<answer>4</answer>\nuser", ""]
 
 
 def test_an_end_behind_a_space_is_not_repeated_where_a_conversation_goes_on() -> None:
@@ -173,7 +173,7 @@ def dated(tmp_path: Path, now: datetime) -> PromptSource:
 def test_a_template_with_the_date_has_that_of_the_first_start(tmp_path: Path) -> None:
     first = datetime(2024, 2, 29, 23, 59)
     source = dated(tmp_path, first)
-    assert "29 February 2024" in source.in_file_order().prompts[0]
+    assert "29 February 2024" in source.batch_in_file_order().prompts[0]
     dated(tmp_path, first).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="writes the date"):
         dated(tmp_path, first + timedelta(days=1)).load_state_dict(source.state_dict())

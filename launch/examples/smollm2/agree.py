@@ -47,7 +47,7 @@ def main(path: str, overrides: list[str]) -> None:
     with job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
         source = load_prompts(config, "data.train", config.data.train or "", tokenizer, current.token_files)
-        prompts = source.next(PROMPTS)
+        prompts = source.next_batch(PROMPTS)
 
         # The ranks meet once the data is known to be readable.
         current.join()
