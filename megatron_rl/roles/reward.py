@@ -29,8 +29,8 @@ from megatron_rl.rewards.function import (
     FunctionReward,
     RewardResult,
     Sample,
-    code_reward,
     last_lines,
+    make_code_reward,
 )
 from megatron_rl.rewards.servers import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
@@ -274,7 +274,7 @@ class RewardRole:
         rank_rows = _rows_of_rank(rollouts, members, filters)
         rows = [row for row in rank_rows if row not in available and row not in failed]
         samples = self._samples(prompts, rollouts, rows, filters.takes)
-        verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
+        verdicts = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
 
         answers = dict(available)
         for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
@@ -319,7 +319,7 @@ class RewardRole:
             answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
         answers |= filtered.answers
         failed = _failed_rows(rollouts)
-        skipped = failed | filtered.dropped
+        skipped = failed | filtered.dropped_rows
 
         # In the same order on every rank: `_run_scorer` is collective.
         results: list[ScorerResult] = []
@@ -539,7 +539,7 @@ def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
         return FunctionReward(config, key=key)
 
     section = getattr(config, name)
-    return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
+    return {"code": make_code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 
 
 def _filter_rows(
@@ -552,7 +552,7 @@ def _filter_rows(
 
     ``ids`` are the token ids of the responses.
     """
-    return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
+    return FILTERS, dict(zip(rows, filters.compute_answers(samples, ids), strict=True))
 
 
 def _score_rows(
@@ -569,7 +569,7 @@ def _score_rows(
     if verdicts is not None:
         _, answers = verdicts.result()
         samples = {row: sample for row, sample in samples.items() if answers[row].reason is None}
-    return name, dict(zip(samples, scorer.answers(list(samples.values())), strict=True))
+    return name, dict(zip(samples, scorer.compute_answers(list(samples.values())), strict=True))
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:

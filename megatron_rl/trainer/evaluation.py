@@ -17,7 +17,7 @@ from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
-from megatron_rl.rewards.math_answer import marked_answer
+from megatron_rl.rewards.math_answer import find_marked_answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, RewardRole
 from megatron_rl.trainer.rewards import (
@@ -241,7 +241,7 @@ def _answer_statistics(
     marks = correct.view(-1, samples).numpy().astype(float)
 
     # A vote is the marked answer of a response, or the whole response without a marked one.
-    votes = [marked_answer(text) or text.strip() for text in texts]
+    votes = [find_marked_answer(text) or text.strip() for text in texts]
     votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
 
     # Estimates per prompt, [P] each, since the bootstrap resamples prompts.

@@ -253,7 +253,7 @@ def compute_row_rewards(
 
     # Rows that filters dropped do not count as failed.
     invalid = ~valid
-    invalid[sorted(filtered.dropped)] = False
+    invalid[sorted(filtered.dropped_rows)] = False
     metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
     metrics += merge(result.metrics for result in results)
     return RowRewards(

@@ -100,7 +100,7 @@ def test_the_first_filter_that_applies_is_named(tmp_path: Path) -> None:
     filters = ResponseFilters(config, RewardConfig())
     responses = ["   ", "ab", "ababababab", "a bad day", "xab", "zab", "yab", "fine"]
     ids = [[ord(letter) for letter in response] for response in responses]
-    answers = filters.answers([{"prompt": "", "response": text} for text in responses], ids)
+    answers = filters.compute_answers([{"prompt": "", "response": text} for text in responses], ids)
     filters.close()
     assert [answer.message for answer in answers[:5]] == list(config.names)
     assert {answer.reason for answer in answers[:5]} == {FILTERED}
