@@ -206,7 +206,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation = _Conversation(
                 admitted.sequence,
                 number,
-                self._hosts.reserve(1),
+                self._hosts.reserve_numbers(1),
                 self.engine.max_model_len,
                 self._stops,
                 round_tokens_left=self._token_round,
@@ -215,7 +215,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
-                self._hosts.start(conversation.episode, self._episode_values(number))
+                self._hosts.start_episode(conversation.episode, self._episode_values(number))
 
     def _episode_values(self, number: int) -> dict[str, Any]:
         """Return the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
@@ -237,7 +237,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
 
-        for event in self._hosts.poll(wait_seconds):
+        for event in self._hosts.poll_events(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
                 self._process_turn_request(conversation, event)
@@ -253,7 +253,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
         for conversation in self._conversations:
             if not conversation.sequence.is_finished:
-                self._hosts.forget(conversation.episode)
+                self._hosts.cancel_episode(conversation.episode)
 
     def new_prompts(self) -> dict[int, list[int]]:
         """See `ReplicaScheduler.new_prompts`."""
@@ -315,7 +315,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
-        self._hosts.turn(
+        self._hosts.send_turn(
             conversation.episode,
             text,
             tuple(turn),
@@ -392,7 +392,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         elif end >= response_room(sequence, self.engine.max_model_len):
             # Without room for the observation and a token after it, the episode is truncated before it.
             conversation.dropped_tokens = len(observed)
-            self._hosts.end(conversation.episode)
+            self._hosts.reject_turn(conversation.episode)
             return False
         else:
             sequence.append_observed(observed)
@@ -436,7 +436,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         message: str,
     ) -> None:
         """End the environment, and finish the sequence as failed for ``reason``, such as `DIVERGED`."""
-        self._hosts.forget(conversation.episode)
+        self._hosts.cancel_episode(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 

@@ -99,11 +99,11 @@ def play(
     ends: dict[int, EpisodeEnd] = {}
     seen: dict[int, list] = {number: [] for number in range(len(prompts))}
     for number, prompt in enumerate(prompts):
-        hosts.start(number, values(prompt, truth=7))
+        hosts.start_episode(number, values(prompt, truth=7))
     began = time.monotonic()
     while len(ends) < len(prompts):
         assert time.monotonic() < began + 60, (ends, seen)
-        for event in hosts.poll(0.5):
+        for event in hosts.poll_events(0.5):
             if isinstance(event, EpisodeEnd):
                 ends[event.number] = event
             elif isinstance(event, EpisodeRestart):
@@ -111,7 +111,7 @@ def play(
             elif isinstance(event, TurnRequest):
                 seen[event.number].append(event.messages)
                 turn = len(seen[event.number])
-                hosts.turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
+                hosts.send_turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
     return ends, seen
 
 
@@ -136,18 +136,18 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
     try:
         for number in range(len(said)):
             metadata = {"entry": task["entry"]} if number < 4 else {}
-            hosts.start(number, values(task["prompt"]) | {"metadata": metadata})
+            hosts.start_episode(number, values(task["prompt"]) | {"metadata": metadata})
         while len(ends) < len(said):
-            for event in hosts.poll(60):
+            for event in hosts.poll_events(60):
                 if isinstance(event, EpisodeEnd):
                     ends[event.number] = event
                 elif isinstance(event, TurnRequest):
                     answers, turn = said[event.number], len(seen[event.number])
                     seen[event.number].append(event.messages)
                     if turn < len(answers):
-                        hosts.turn(event.number, answers[turn], (1,), False)
+                        hosts.send_turn(event.number, answers[turn], (1,), False)
                     else:
-                        hosts.end(event.number)  # the row has no room
+                        hosts.reject_turn(event.number)  # the row has no room
     finally:
         hosts.close()
     assert [(ends[number].reward, ends[number].components["first_attempt"]) for number in range(4)] == [
@@ -280,8 +280,8 @@ def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp
         mark.touch()
         ends, _ = play(hosts, ["end"])
         assert ends[0].failure == "crashed"
-        hosts.start(5, values("a"))
-        [lost] = hosts.poll(5.0)
+        hosts.start_episode(5, values("a"))
+        [lost] = hosts.poll_events(5.0)
         assert lost.failure == "crashed" and "could be started again" in lost.message
         mark.unlink()
         ends, _ = play(hosts, ["a", "b"])
