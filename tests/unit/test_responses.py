@@ -242,6 +242,6 @@ def test_long_pairs_are_counted_and_wrong_fields_named(tmp_path, tokenizer):
 
 
 def test_the_quickstart_prefers_right_sums(tmp_path):
-    quickstart._write_lines(tmp_path / "p", [quickstart._preference((17, 25), random.Random(1))])
+    quickstart._write_jsonl(tmp_path / "p", [quickstart._make_preference((17, 25), random.Random(1))])
     (record,) = load_records(str((tmp_path / "p").rename(tmp_path / "p.jsonl")), setting="pairs")
     assert record.values["chosen"] == "42" != record.values["rejected"]
