@@ -216,7 +216,7 @@ def minibatches(
     if counts_all and batch.response_counts is not None:
         in_denominator = batch.response_counts > 0
 
-    prompt_rows = _rows_by_prompt(batch, torch.nonzero(in_denominator).squeeze(-1).tolist())
+    prompt_rows = _group_by_prompt(batch, torch.nonzero(in_denominator).squeeze(-1).tolist())
     for _ in range(epochs):
         # A single mini-batch keeps the order: the gradient is the same, and no random number is drawn.
         prompt_order = list(range(len(prompt_rows)))
@@ -271,7 +271,7 @@ def with_loss_weights(
     )
 
 
-def _rows_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
+def _group_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
     """Return the given row numbers as one list per prompt, prompts in order of first appearance."""
     if batch.group is None:
         return [[row] for row in rows]

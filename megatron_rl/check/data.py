@@ -48,12 +48,12 @@ from megatron_rl.data.records import (
     DataPath,
     Record,
     data_files,
-    empty_error,
-    missing_error,
+    empty_data_error,
+    missing_data_error,
     parse_line,
     partial_warning,
     read_table,
-    unreadable_error,
+    unreadable_data_error,
 )
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
@@ -232,7 +232,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     """
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
-        missing = missing_error(missing_path, data_set.path)
+        missing = missing_data_error(missing_path, data_set.path)
         files.record_missing(missing_path, missing.message, data_set.path, KINDS, missing.fix or "")
         return None
 
@@ -251,7 +251,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     except OSError as error:
         first = _source_paths(data_set.source)[0]
         fix = "check the permissions of the file and of its folders"
-        files.errors.append(unreadable_error(first, data_set.path, str(error), fix))
+        files.errors.append(unreadable_data_error(first, data_set.path, str(error), fix))
     except ImportError:  # a machine that only checks may lack the packages that read tables
         return DataPreview(None, None)
     except UserError as error:
@@ -304,7 +304,7 @@ def _check_records(
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninformative_warnings(data_set, records))
     if first is None and not broken:
-        files.errors.append(empty_error(data_set.source, data_set.path))
+        files.errors.append(empty_data_error(data_set.source, data_set.path))
         return None
 
     # Prefer a converted record to the raw first one, which is for data without a valid record.
@@ -357,7 +357,7 @@ def _read_lines(
 
             if len(line) == MAX_LINE_BYTES:
                 problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
-                raise unreadable_error(path, setting, problem, "name a file of records")
+                raise unreadable_data_error(path, setting, problem, "name a file of records")
 
             if not line.strip():
                 continue
@@ -396,7 +396,7 @@ def _require_parquet(path: Path, setting: str) -> None:
         tail = stream.read(4)
 
     if size == 0:
-        raise empty_error(path, setting)
+        raise empty_data_error(path, setting)
     if head != b"PAR1" or tail != b"PAR1":
         raise UserError(
             f"{path} is not a whole Parquet file",

@@ -41,7 +41,7 @@ from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.errors import UserError, nearest, out_of_range, requires, unknown_choice
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
-from megatron_rl.rewards.judgement import JUDGEMENT, is_function
+from megatron_rl.rewards.judgement import JUDGEMENT, is_function_path
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
 from megatron_rl.user_code import find_module, missing_file
 
@@ -102,7 +102,7 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
         errors += check_function(parser)
 
         # The template is a text or a function.
-        if is_function(reward.judge.template):
+        if is_function_path(reward.judge.template):
             template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
             errors += check_function(template)
     return errors
@@ -439,7 +439,7 @@ def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
     yield _ContainedFunction(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
-    if is_function(reward.judge.template):
+    if is_function_path(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
         yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
@@ -598,7 +598,7 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
     """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
         yield from _variable_errors("reward.judge.key_from", judge.key_from)
-    if not is_function(judge.template) and "{response}" not in judge.template:
+    if not is_function_path(judge.template) and "{response}" not in judge.template:
         yield UserError(
             "the judge's template does not contain the response",
             where="reward.judge.template",

@@ -109,11 +109,11 @@ def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Co
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
     """
-    readers = dict(_readers(config, evaluation_set))
+    readers = dict(_find_readers(config, evaluation_set))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
-def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
+def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
     """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
 
     ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
@@ -424,7 +424,7 @@ class RecordReader:
 
         # A role that the template itself contains is never replaced.
         if role in _SHAREGPT_CALL and role not in self._template_words:
-            calls = _sharegpt_calls(content, role)
+            calls = _parse_sharegpt_calls(content, role)
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
             role = "assistant"
             content = ""
@@ -443,7 +443,7 @@ class RecordReader:
         text = join_text_parts("" if content is None else content)
         result = {"role": role, "content": text, **message}
         if calls:  # templates that count calls refuse an empty list
-            result["tool_calls"] = _tool_calls(calls)
+            result["tool_calls"] = _parse_tool_calls(calls)
             self._note_null_arguments(result["tool_calls"], location)
         return result
 
@@ -728,7 +728,7 @@ def _parse_json(value: Any) -> Any:
     return value
 
 
-def _sharegpt_calls(content: Any, role: str) -> list[Any]:
+def _parse_sharegpt_calls(content: Any, role: str) -> list[Any]:
     """Parse the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
     parsed = _parse_json(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
@@ -741,7 +741,7 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
     return calls
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Convert tool calls to objects with a name and arguments; raises _MessageError for other values."""
     parsed = _parse_json(calls)
     items = parsed if isinstance(parsed, list) else [parsed]

@@ -190,7 +190,7 @@ TrainingPrompts = PromptSource | MixedPrompts
 """Prompts of `data.train`, or of `data.sources`."""
 
 
-def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
+def prompt_data_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
     """Return the data sets of the training prompts: configuration key -> path or paths."""
     if not config.data.sources:
         return {"data.train": config.data.train or ""}
@@ -202,7 +202,7 @@ def load_training_prompts(
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
     """Load the training prompts; return them, and the sources by configuration key of their data set."""
     data_sets: dict[str, PromptSource] = {}
-    for key, path in prompt_sets(config).items():
+    for key, path in prompt_data_sets(config).items():
         data_sets[key] = load_prompts(config, key, path, tokenizer, files)
     if not config.data.sources:
         return data_sets["data.train"], data_sets

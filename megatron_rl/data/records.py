@@ -92,7 +92,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
     for item in source:
         # Path("") is the current folder, which an empty entry does not mean.
         if not str(item).strip():
-            raise missing_error(Path(item), setting)
+            raise missing_data_error(Path(item), setting)
         files.extend(_expand_path(Path(item), setting))
 
     if not files:
@@ -168,7 +168,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
     )
 
 
-def source_error(path: Path, setting: str) -> UserError | None:
+def data_path_error(path: Path, setting: str) -> UserError | None:
     """Return the error for a path whose type, suffix or first bytes show that it contains no records.
 
     None for other paths. Raises OSError if the file cannot be opened.
@@ -178,7 +178,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
         is_saved_data_set = (path / "state.json").is_file()
         return None if is_saved_data_set else _splits_error(path, setting)
     if not path.is_file():
-        return unreadable_error(path, setting, "a pipe, a socket or a device", "name a file of records")
+        return unreadable_data_error(path, setting, "a pipe, a socket or a device", "name a file of records")
     if path.suffix == ".jsonl":
         return _first_bytes_error(path, setting)
     if path.suffix == ".parquet":
@@ -246,7 +246,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
     return None
 
 
-def missing_error(path: Path, setting: str) -> UserError:
+def missing_data_error(path: Path, setting: str) -> UserError:
     """Return the error for a data set that does not exist."""
     if glob.has_magic(str(path)):
         return UserError(
@@ -269,7 +269,7 @@ def missing_error(path: Path, setting: str) -> UserError:
     )
 
 
-def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
+def unreadable_data_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
     """Return the error for a data set whose bytes cannot be read."""
     return UserError(
         f"{path} cannot be read",
@@ -280,7 +280,7 @@ def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserEr
     )
 
 
-def empty_error(source: DataPath, setting: str) -> UserError:
+def empty_data_error(source: DataPath, setting: str) -> UserError:
     """Return the error for a data set without records."""
     return UserError(
         f"the data set {source_text(source)} is empty",
@@ -299,7 +299,7 @@ def _expand_path(path: Path, setting: str) -> tuple[Path, ...]:
         if glob.has_magic(str(path)):
             matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
-            raise missing_error(path, setting)
+            raise missing_data_error(path, setting)
         files = [Path(name) for name in matches]
     elif path.is_dir() and not (path / "state.json").is_file():
         files = _list_shards(path, setting)
@@ -308,7 +308,7 @@ def _expand_path(path: Path, setting: str) -> tuple[Path, ...]:
 
     # Validate every file that the pattern or the folder matched.
     for file in files:
-        error = source_error(file, setting)
+        error = data_path_error(file, setting)
         if error is not None:
             raise error
     return tuple(files)
@@ -457,7 +457,7 @@ def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record,
             records.extend(read_table(path))
 
     if not records:
-        raise empty_error(source, setting)
+        raise empty_data_error(source, setting)
     return tuple(records)
 
 

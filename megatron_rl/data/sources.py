@@ -98,9 +98,9 @@ class ShuffledOrder:
         """Items whose last group of responses had equal rewards."""
         self.skipped: set[int] = set()
         """Items that this epoch skips."""
-        self._order = self._permutation()
+        self._order = self._permute_items()
 
-    def _permutation(self) -> list[int]:
+    def _permute_items(self) -> list[int]:
         """Return the item numbers in the order of the current epoch."""
         items = list(range(self.count))
         if self.shuffle:
@@ -140,7 +140,7 @@ class ShuffledOrder:
                 self.epoch += 1
                 self.position = 0
                 self.skipped = self._draw_skipped_items()
-                self._order = self._permutation()
+                self._order = self._permute_items()
 
             remaining_count = count - len(items)
             epoch_items = self._order[self.position : self.position + remaining_count]
@@ -182,7 +182,7 @@ class ShuffledOrder:
         # that an epoch keeps its order even if `data.uniform_share` has changed.
         self.uniform = set(state.get("uniform", ()))
         self.skipped = set(state.get("skipped", ()))
-        self._order = self._permutation()
+        self._order = self._permute_items()
 
 
 def concatenate_rows(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
@@ -553,7 +553,7 @@ class ResponseSource:
         row_lengths: list[int] = []
         for index in self._indices:
             row_lengths.extend(lengths[index])
-        rows = (row for index in self._indices for row in self._rows(index))
+        rows = (row for index in self._indices for row in self._join_rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, compute_fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
@@ -562,7 +562,7 @@ class ResponseSource:
 
     def remarks(self) -> Iterator[str]:
         """Yield lines for the console about long records, unread fields and uninformative responses."""
-        yield self.length_report.line("records")
+        yield self.length_report.describe("records")
         yield from self._record_warnings
         if self._uninformative:
             are_pairs = self.rows_per_record > 1
@@ -588,7 +588,7 @@ class ResponseSource:
         rows: list[numpy.ndarray] = []
         response_starts: list[int] = []
         for index in indices:
-            rows.extend(self._rows(index))
+            rows.extend(self._join_rows(index))
             response_starts.extend([len(self._prompts[index])] * self.rows_per_record)
 
         # Neither tokens of the prompt nor complements in the response are trained on.
@@ -608,7 +608,7 @@ class ResponseSource:
             temperature=torch.ones(len(rows)),
         )
 
-    def _rows(self, index: int) -> list[numpy.ndarray]:
+    def _join_rows(self, index: int) -> list[numpy.ndarray]:
         """Return the rows (prompt and response) of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]

@@ -336,7 +336,7 @@ class PromptEncoder:
         """Renderer of the tokenizer's chat template, or None for a tokenizer without a template."""
         return get_renderer(self.tokenizer)
 
-    def texts(self, records: Sequence[Record]) -> list[str]:
+    def render_texts(self, records: Sequence[Record]) -> list[str]:
         """Return the prompts as text; raises UserError as `render_prompts` does."""
         for record in records:
             require_prompt(record, self.data, self.setting)
@@ -348,7 +348,7 @@ class PromptEncoder:
 
         ``limit`` is the length limit in tokens: see `encode_texts` for prompts far over it.
         """
-        texts = self.texts(records)
+        texts = self.render_texts(records)
         tokens = encode_texts(self.tokenizer, texts, limit)
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
@@ -452,7 +452,7 @@ class LengthReport:
     """Counts of items over a length limit.
 
     Example:
-        >>> LengthReport(100, 0, 512, 300, ()).line()
+        >>> LengthReport(100, 0, 512, 300, ()).describe()
         '100 prompts, none over the limit of 512 tokens (longest 300)'
     """
 
@@ -467,15 +467,15 @@ class LengthReport:
     examples: tuple[str, ...]
     """Location and length of the first items over the limit."""
 
-    def line(self, kind: str = "prompts") -> str:
+    def describe(self, item_name: str = "prompts") -> str:
         """Describe the counts as one sentence for the console and the log."""
         maximum = _format_length(self.longest, self.limit)
         if not self.over_long:
-            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
+            return f"{self.total} {item_name}, none over the limit of {self.limit} tokens (longest {maximum})"
 
         first = ", ".join(self.examples)
         return (
-            f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
+            f"dropped {self.over_long} of {self.total} {item_name}: longer than {self.limit} tokens "
             f"(longest {maximum}); first: {first}"
         )
 

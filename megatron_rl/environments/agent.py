@@ -69,7 +69,7 @@ class Conversation:
         # Whether a request is in progress: the conversation of an episode has no parallel branches.
         self._is_busy = False
 
-    async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def complete_chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sample a turn for a request and return its chat completion; raises Refused for an invalid one."""
         _require_supported(request)
         messages = _normalize_messages(request.get("messages"))
@@ -283,7 +283,7 @@ async def _respond(
         body = None
     if not isinstance(body, dict):
         raise Refused(400, "body", "expected a JSON object")
-    return await conversation.complete(body)
+    return await conversation.complete_chat(body)
 
 
 async def _read_body(request: web.Request) -> bytes:

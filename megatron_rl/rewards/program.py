@@ -209,20 +209,20 @@ class Peer:
                 _, operation, operands = self._receive()
             except ProgramEnded:
                 return
-            self._answer(operation, operands)
+            self._answer_request(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
         """Return the other end's value and arguments after the call; answer its requests until then."""
         while True:
             kind, *content = self._receive()
             if kind == "request":
-                self._answer(*content)
+                self._answer_request(*content)
             elif kind == "value":
                 return self.decode(content[0]), self.decode(content[1])
             else:
                 raise _to_exception(*content)
 
-    def _answer(self, operation: str, operands: Sequence[Any]) -> None:
+    def _answer_request(self, operation: str, operands: Sequence[Any]) -> None:
         """Perform an operation for the other end and send its value or error."""
         try:
             value, arguments = self._perform(operation, [self.decode(operand) for operand in operands])

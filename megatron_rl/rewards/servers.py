@@ -37,7 +37,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.progress import count_progress
 from megatron_rl.redaction import HIDDEN
 from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, rows_by_group
-from megatron_rl.rewards.judgement import JUDGEMENT, fill_template, is_function
+from megatron_rl.rewards.judgement import JUDGEMENT, fill_template, is_function_path
 from megatron_rl.rewards.worker import (
     GROUP,
     TIMEOUT,
@@ -461,7 +461,7 @@ class JudgeReward:
                 extra_arguments=(JUDGEMENT,),
             )
             self._template = None
-            if is_function(config.template):
+            if is_function_path(config.template):
                 self._template = self._start_function(
                     config.template,
                     "template",

@@ -334,7 +334,7 @@ class Training:
 
     def _describe_prompts(self, key: str, source: PromptSource) -> None:
         """Print the lengths and anomalies of the prompts of a configuration key."""
-        self.job.say(f"{key}: {source.length_report.line()}")
+        self.job.say(f"{key}: {source.length_report.describe()}")
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
         for problem in source.text_warnings:

@@ -149,14 +149,14 @@ def test_over_long_prompts_are_dropped_counted_and_reported(tokenizer: Any) -> N
     prompts = source(items, tokenizer, max_prompt_tokens=10, shuffle=False)
     report = prompts.length_report
     assert (report.total, report.over_long, report.longest) == (5, 2, 41)
-    assert "dropped 2 of 5" in report.line() and "test.jsonl:2 (31 tokens)" in report.line()
+    assert "dropped 2 of 5" in report.describe() and "test.jsonl:2 (31 tokens)" in report.describe()
     assert prompts.next_batch(3).prompt_ids.tolist() == [0, 2, 4]
     with pytest.raises(UserError, match="2 of 5") as caught:
         source(items, tokenizer, max_prompt_tokens=10, over_long="error")
     assert "test.jsonl:2" in str(caught.value) and "data.over_long=drop" in str(caught.value)
     with pytest.raises(UserError, match="5 of 5"):
         source(items, tokenizer, max_prompt_tokens=2)
-    assert "none over" in source(items, tokenizer).length_report.line()
+    assert "none over" in source(items, tokenizer).length_report.describe()
 
 
 def test_messages_go_through_the_chat_template_once(material: Path) -> None:
