@@ -23,7 +23,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
-from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
+from megatron_rl.environments.agent import LARGEST_REQUEST, _run_program, serve_endpoint
 from megatron_rl.environments.environment import Episode, Message
 from megatron_rl.environments.host import EnvironmentPool, environment_errors
 from megatron_rl.launcher import without_proxy
@@ -202,7 +202,7 @@ def test_entries_against_a_proxy_are_kept_in_both_cases():
 
 
 def run(script: str) -> str:
-    return asyncio.run(_run(("sh", "-c", script), {"OPENAI_API_KEY": "of this test"}, "{}"))
+    return asyncio.run(_run_program(("sh", "-c", script), {"OPENAI_API_KEY": "of this test"}, "{}"))
 
 
 def test_a_program_ends_with_what_it_started_in_another_session():
@@ -230,7 +230,7 @@ def converse(client: Callable[[http.client.HTTPConnection, str], Any]) -> Any:
         return Message(f"turn {count}", (7,), log_probs=(-0.5,), context=3)
 
     async def serve() -> Any:
-        async with endpoint(Episode("1+2=", None, {}, 0, next_turn)) as (base_url, key):
+        async with serve_endpoint(Episode("1+2=", None, {}, 0, next_turn)) as (base_url, key):
             connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=20)
             try:
                 return await asyncio.to_thread(client, connection, key)
