@@ -38,7 +38,7 @@ from megatron_rl.distributed.watch import last_calls
 from megatron_rl.durable import file_error, write_text
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import current_launch, report_errors
-from megatron_rl.rewards.judgement import is_function
+from megatron_rl.rewards.judgement import is_function_path
 from megatron_rl.shapes.accelerator import ENVIRONMENT, accelerator_defaults
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
@@ -520,7 +520,7 @@ def code_of(config: RunConfig) -> Iterator[str]:
         yield reward.function
     if reward.judge is not None:
         yield reward.judge.parser
-        if is_function(reward.judge.template):
+        if is_function_path(reward.judge.template):
             yield reward.judge.template
 
     for settings in config.evaluation.sets.values():
