@@ -168,12 +168,12 @@ def test_rewards_of_a_run_and_the_end_of_its_turns(hosts):
     assert ends[0] == EpisodeEnd(0) and ends[1] == EpisodeEnd(1, 2.0, {"style": 1.0})
     assert ends[2] == EpisodeEnd(2, 0.5, truncated=True) and ends[3].truncated
     assert [len(turns) for turns in seen.values()] == [1, 1, 3, 3]
-    one.start(9, values("go"))
-    while not (events := one.poll(1)):
+    one.start_episode(9, values("go"))
+    while not (events := one.poll_events(1)):
         pass
     assert events == [TurnRequest(9, [], None)]
-    one.end(9)  # the row has no room
-    while not (events := one.poll(1)):
+    one.reject_turn(9)  # the row has no room
+    while not (events := one.poll_events(1)):
         pass
     assert events == [EpisodeEnd(9, truncated=True)]  # nobody caught it, so nothing was judged
 
@@ -204,16 +204,16 @@ def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
 def test_a_process_runs_more_episodes_at_once_than_it_may_open_files(hosts):
     one, count = hosts(limits=LimitsConfig(files=64)), 200
     for number in range(count):
-        one.start(number, values("files"))
+        one.start_episode(number, values("files"))
     asking: list = []
     until = time.monotonic() + 60
     while len(asking) < count and time.monotonic() < until:
-        events = one.poll(0.5)
+        events = one.poll_events(0.5)
         assert all(isinstance(event, TurnRequest) for event in events), events
         asking += events
     for number in range(3):  # what they open themselves is limited all the same
-        one.turn(number, "go")
-        while not (events := one.poll(0.5)):
+        one.send_turn(number, "go")
+        while not (events := one.poll_events(0.5)):
             assert time.monotonic() < until
         (ended,) = events
         assert isinstance(ended, EpisodeEnd) and ended.reward is not None and 40 < ended.reward <= 64, ended
