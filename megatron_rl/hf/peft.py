@@ -23,11 +23,14 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model, and load them from the PEFT folder ``config.path`` if it is set."""
-    initial = None
+    """Attach adapters to a model, with the weights in the PEFT folder ``config.path`` if that is set.
+
+    ``seed`` is the seed of the initial values otherwise.
+    """
+    initial_weights = None
     if config.path is not None:
-        initial = CheckpointFiles(config.path, PEFT_WEIGHTS)
-    attach_adapters(model, config, seed, trainable=trainable, initial=initial)
+        initial_weights = CheckpointFiles(config.path, PEFT_WEIGHTS)
+    attach_adapters(model, config, seed, trainable=trainable, initial=initial_weights)
 
 
 def record_base_checksum(model: ParallelModel, path: str | Path) -> None:

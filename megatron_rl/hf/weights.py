@@ -115,15 +115,15 @@ def fill_parameters(
     """
     groups = getattr(model, "groups", None)
     if groups is None:
-        _read(parameters, parameters.keys(), model, open_files())
+        _read_parameters(parameters, parameters.keys(), model, open_files())
         return
 
     # An error is raised on all ranks before the first broadcast, in which they would otherwise hang.
     sources = _assign_sources(parameters, groups)
-    assigned = _parameters_of_this_rank(sources)
+    assigned_names = _parameters_of_this_rank(sources)
 
     def read_assigned() -> None:
-        _read(parameters, assigned, model, open_files())
+        _read_parameters(parameters, assigned_names, model, open_files())
 
     run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
 
@@ -170,26 +170,26 @@ def _assign_sources(
     return sources
 
 
-def _read(
+def _read_parameters(
     parameters: Mapping[str, Tensor],
-    selected: Container[str],
+    selected_names: Container[str],
     model: Chunked,
     files: Checkpoint,
 ) -> None:
-    """Fill the ``selected`` of the ``parameters`` from a checkpoint's files, one box at a time.
+    """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time.
 
     ``parameters`` are those of `fill_parameters`.
     """
     boxes = source_boxes(model)
-    padded = vocabulary_names(pretrained(model.hf_config).shape)
+    padded_names = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
             # No box fills the rows that pad the vocabulary.
-            if storage in selected and global_name(model, storage) in padded:
+            if storage in selected_names and global_name(model, storage) in padded_names:
                 parameter.zero_()
 
         for box in boxes:
-            if box.storage not in selected:
+            if box.storage not in selected_names:
                 continue
             # A policy's checkpoint has no scalar head: it keeps its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
@@ -260,18 +260,18 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
-    absent_names = sorted(set(expected) - stored)
-    extra = stored - set(expected)
-    unexpected = sorted(name for name in extra if not hf_model.is_ignorable(name))
-    if absent_names or unexpected:
+    missing_names = sorted(set(expected) - stored)
+    extra_names = stored - set(expected)
+    unexpected_names = sorted(name for name in extra_names if not hf_model.is_ignorable(name))
+    if missing_names or unexpected_names:
         expected_line = None
-        if absent_names:
-            expected_line = f"missing: {join_names(absent_names, _MAX_NAMES_LISTED)}"
+        if missing_names:
+            expected_line = f"missing: {join_names(missing_names, _MAX_NAMES_LISTED)}"
         got_line = None
-        if unexpected:
-            got_line = f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}"
+        if unexpected_names:
+            got_line = f"unexpected: {join_names(unexpected_names, _MAX_NAMES_LISTED)}"
         fix = "use a checkpoint saved from this architecture and number of layers"
-        if absent_names == [OUTPUT]:
+        if missing_names == [OUTPUT]:
             fix = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
@@ -302,18 +302,18 @@ def _require_equal_head(files: Checkpoint) -> None:
         OUTPUT: files.shape(OUTPUT),
         EMBEDDING: files.shape(EMBEDDING),
     }
-    equal = shapes[OUTPUT] == shapes[EMBEDDING]
+    is_equal = shapes[OUTPUT] == shapes[EMBEDDING]
 
     # Compare blocks of rows up to the first difference.
-    rows, width = shapes[EMBEDDING]
-    first = 0
-    while equal and first < rows:
-        start = (first, 0)
-        size = (min(_COMPARED_ROWS, rows - first), width)
+    row_count, width = shapes[EMBEDDING]
+    first_row = 0
+    while is_equal and first_row < row_count:
+        start = (first_row, 0)
+        size = (min(_COMPARED_ROWS, row_count - first_row), width)
         head_rows = files.read(OUTPUT, start, size)
         embedding_rows = files.read(EMBEDDING, start, size)
-        equal = torch.equal(head_rows, embedding_rows)
-        first += _COMPARED_ROWS
+        is_equal = torch.equal(head_rows, embedding_rows)
+        first_row += _COMPARED_ROWS
 
-    if not equal:
+    if not is_equal:
         raise separate_head_error(files.path, shapes, "other values")

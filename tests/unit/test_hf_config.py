@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import CheckpointFiles, shard_files
+from megatron_rl.hf.files import CheckpointFiles, divide_into_files
 from megatron_rl.hf.weights import check_tensors
 from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotary_frequencies
 from megatron_rl.megatron.transformer_settings import role_settings
@@ -227,10 +227,10 @@ def test_broken_directories_are_refused(checkpoint, tmp_path):
 def test_files_are_filled_in_order():
     shapes = {"a": (10,), "b": (10,), "c": (30,), "d": (5,)}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    files = shard_files(shapes, dtypes, 80)
+    files = divide_into_files(shapes, dtypes, 80)
     assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
     assert next(iter(files)) == "model-00001-of-00003.safetensors"
-    assert shard_files(shapes, dtypes, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
+    assert divide_into_files(shapes, dtypes, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
 
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
