@@ -46,7 +46,7 @@ class Files:
     ) -> None:
         """Record a missing file; it is not an error if a command will create its directory."""
         # A command in `prepare` makes this file.
-        preparation = self._preparation(path)
+        preparation = self._find_preparation(path)
         if preparation is not None:
             directory, command = preparation
             if directory in self.hub or not Path(directory).exists():
@@ -80,7 +80,7 @@ class Files:
             )
         return findings
 
-    def _preparation(self, path: Path) -> tuple[str, str] | None:
+    def _find_preparation(self, path: Path) -> tuple[str, str] | None:
         """Return the directory at or above ``path`` that a preparation command creates, and the command.
 
         Returns None if no command creates such a directory.

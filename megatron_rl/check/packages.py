@@ -28,7 +28,7 @@ _UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 class _Requirement(NamedTuple):
     """Optional package that a configured value needs: key, value, package, and the extra that installs it."""
 
-    path: str
+    key: str
     value: str
     package: str
     extra: str
@@ -76,7 +76,7 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
         if find_spec(requirement.package) is None:
             yield not_installed(
                 f"the package {requirement.package}",
-                requirement.path,
+                requirement.key,
                 purpose=requirement.value,
                 fix=f"pip install megatron_rl[{requirement.extra}], or choose another",
             )
@@ -102,20 +102,20 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
-    for name in config.logging.trackers:
-        if name in TRACKERS:
-            yield _Requirement("logging.trackers", name, TRACKERS[name], name)
+    for tracker in config.logging.trackers:
+        if tracker in TRACKERS:
+            yield _Requirement("logging.trackers", tracker, TRACKERS[tracker], tracker)
 
     # Functions of this package that import an optional one.
     functions: dict[str, str | None] = {"reward.function": config.reward.function}
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():
-        for key, function in evaluation_set.functions().items():
+        for evaluator_key, function in evaluation_set.functions().items():
             functions[f"evaluation.sets.{set_name}.{key}"] = function
 
-    for path, function in functions.items():
+    for key, function in functions.items():
         module = (function or "").partition(":")[0]
         if module in PACKAGE_BY_MODULE:
             package, extra = PACKAGE_BY_MODULE[module]
-            yield _Requirement(path, str(function), package, extra)
+            yield _Requirement(key, str(function), package, extra)

@@ -56,14 +56,14 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
     # Newest first: skip damaged checkpoints as long as an older one can be read.
     if resume == "auto":
-        unreadable: list[UserError] = []
+        unreadable_errors: list[UserError] = []
         for path in reversed(checkpoints(run_checkpoints)):
-            readable, error = _check_resumable(path, config)
-            if readable:
+            is_readable, error = _check_resumable(path, config)
+            if is_readable:
                 return [] if error is None else [error]
             if error is not None:
-                unreadable.append(error)
-        return unreadable[:1]
+                unreadable_errors.append(error)
+        return unreadable_errors[:1]
 
     # An explicit path must itself be readable.
     if Path(resume).is_dir():
@@ -71,10 +71,10 @@ def resume_errors(config: RunConfig) -> list[UserError]:
         return [] if error is None else [error]
 
     # The folder does not exist: suggest the newest checkpoint of the run.
-    newest = latest(run_checkpoints)
+    newest_checkpoint = latest(run_checkpoints)
     fix = "write auto, or a directory that exists"
-    if newest is not None:
-        fix = f"the newest of this run is {newest}"
+    if newest_checkpoint is not None:
+        fix = f"the newest of this run is {newest_checkpoint}"
     return [
         UserError(
             "the checkpoint to resume from does not exist",
@@ -87,7 +87,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
 
 def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint's meta.json is readable, and an error that prevents resuming (or None)."""
+    """Return whether a checkpoint's meta.json is readable, and the error that prevents resuming, or None."""
     try:
         meta = read_meta(path)
     except UserError as error:
@@ -164,7 +164,10 @@ def resumed_build_errors(
 
 
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
-    """Yield the checkpoints to resume from: of reinforcement learning, else of the pending stages."""
+    """Yield the checkpoints to resume from, with the optimizers of their roles.
+
+    There is one of reinforcement learning, or else one of each pending stage.
+    """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
         resume = config.checkpoint.resume
@@ -172,12 +175,12 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
         if resume == "auto":
             checkpoint = latest(folder.checkpoints)
         if checkpoint is not None:
-            learners = {
-                path: section.optimizer
-                for path, section in learner_sections(config).items()
-                if spec_at(path).need is None or spec_at(path).needed(algorithm)
-            }
-            yield _SavedLearners(checkpoint, learners)
+            optimizers: dict[str, OptimizerConfig] = {}
+            for path, section in learner_sections(config).items():
+                spec = spec_at(path)
+                if spec.need is None or spec.needed(algorithm):
+                    optimizers[path] = section.optimizer
+            yield _SavedLearners(checkpoint, optimizers)
             return  # stages do not run again once reinforcement learning has started
 
     for plan in pending_stages(config):

@@ -155,8 +155,8 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
     The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
     """
     # A reserved name would replace an argument of the call.
-    reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
-    if not reserved:
+    reserved_names = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
+    if not reserved_names:
         return check_not_hidden("reward.arguments", reward.arguments)
     return [
         UserError(
@@ -166,7 +166,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
             got=repr(name),
             fix="give it another name, in the function too",
         )
-        for name in reserved
+        for name in reserved_names
     ]
 
 
@@ -271,7 +271,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
     if name in definitions:
         return _signature_errors(definitions[name], path, function)
-    if _binds(tree, name):  # not a plain function: its signature is only available after an import
+    if _may_bind(tree, name):  # not a plain function: its signature is only available after an import
         return []
 
     suggestion = nearest(name, definitions)
@@ -289,7 +289,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
     ]
 
 
-def _binds(tree: ast.Module, name: str) -> bool:
+def _may_bind(tree: ast.Module, name: str) -> bool:
     """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
@@ -310,39 +310,39 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     parameters = node.args
 
     # Parameters that an argument can be passed to by name.
-    accepted = {item.arg for item in (*parameters.args, *parameters.kwonlyargs)}
+    accepted_names = {parameter.arg for parameter in (*parameters.args, *parameters.kwonlyargs)}
 
     # Parameters without a default.
-    positional = parameters.args[: len(parameters.args) - len(parameters.defaults)]
-    required = {item.arg for item in (*parameters.posonlyargs, *positional)}
-    for item, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+    positional_without_default = parameters.args[: len(parameters.args) - len(parameters.defaults)]
+    required_names = {parameter.arg for parameter in (*parameters.posonlyargs, *positional_without_default)}
+    for parameter, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
         if default is None:
-            required.add(item.arg)
+            required_names.add(parameter.arg)
 
     # Arguments of the call: a function with a parameter for the group gets it in place of one response.
-    takes_group = function.accepts_group and GROUP in accepted
+    takes_group = function.accepts_group and GROUP in accepted_names
     arguments = list(function.arguments)
     if takes_group and "response" in arguments:
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra
 
     # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
-    refused: list[str] = []
+    refused_names: list[str] = []
     if parameters.kwarg is None:
-        passed = function.extra
+        passed_names = function.extra
         if function.passes_all:
-            passed = tuple(arguments)
-        refused = [name for name in passed if name not in accepted]
-    unsupplied = sorted(required - {*arguments, *function.optional})
-    if not refused and not unsupplied:
+            passed_names = tuple(arguments)
+        refused_names = [name for name in passed_names if name not in accepted_names]
+    unsupplied_names = sorted(required_names - {*arguments, *function.optional})
+    if not refused_names and not unsupplied_names:
         return []
 
     problems: list[str] = []
-    if refused:
-        problems.append(f"it does not take {', '.join(refused)}")
+    if refused_names:
+        problems.append(f"it does not take {', '.join(refused_names)}")
 
-    if unsupplied:
-        problems.append(f"it requires {', '.join(unsupplied)}")
+    if unsupplied_names:
+        problems.append(f"it requires {', '.join(unsupplied_names)}")
 
     expected = f"parameters among {', '.join((*arguments, *function.optional))}"
     if function.passes_all:
@@ -353,22 +353,22 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
             where=f"{path}:{node.lineno}",
             expected=expected,
             got=" and ".join(problems),
-            fix=_signature_fix(function, bool(refused), unsupplied),
+            fix=_signature_fix(function, bool(refused_names), unsupplied_names),
         )
     ]
 
 
-def _signature_fix(function: FunctionRef, refused: bool, unsupplied: Sequence[str]) -> str:
-    """Return the fix for a function that refuses arguments, requires ``unsupplied`` ones, or both."""
-    if refused and unsupplied:
+def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_names: Sequence[str]) -> str:
+    """Return the fix for a function that refuses arguments of its call, requires unsupplied ones, or both."""
+    if refuses_arguments and unsupplied_names:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
-    if refused:
+    if refuses_arguments:
         return "add **kwargs for the arguments that it does not use"
     fixes = ["give them a default"]
     if function.key == "reward.function":
         fixes.insert(0, "set them in reward.arguments")
     if not function.passes_all:
-        hints = parameter_hints(unsupplied)
+        hints = parameter_hints(unsupplied_names)
         fixes.insert(0, hints or "rename them to arguments of the call")
     return ", or ".join(fixes)
 
@@ -387,7 +387,7 @@ class _ContainedFunction(NamedTuple):
     accepts_group: bool = True
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
-    def errors(self) -> list[UserError]:
+    def try_loading(self) -> list[UserError]:
         """Load the function in a contained process as a run does; return the errors of loading it."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra)
 
@@ -398,31 +398,31 @@ class _ContainedFunction(NamedTuple):
         return check_function(function)
 
 
-def function_errors(config: RunConfig) -> list[UserError]:
+def function_loading_errors(config: RunConfig) -> list[UserError]:
     """Load reward and evaluation functions in contained processes; return the errors of loading them.
 
     Functions whose source has errors are skipped, so that one mistake is one error.
     """
     # A process for each function: importing one must not affect another.
-    functions = [
-        function
-        for function in _contained_functions(config)
-        # Skip the package's own functions, whose import the tests cover.
-        if not (function.config.function or "").startswith("megatron_rl.") and not function.source_errors()
-    ]
+    functions: list[_ContainedFunction] = []
+    for function in _contained_functions(config):
+        # The tests of this package cover the import of its own functions.
+        is_own_function = (function.config.function or "").startswith("megatron_rl.")
+        if not is_own_function and not function.source_errors():
+            functions.append(function)
 
     if not functions:
         return []
 
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for function_failures in pool.map(_ContainedFunction.errors, functions):
-            errors.extend(function_failures)
+        for function_errors in pool.map(_ContainedFunction.try_loading, functions):
+            errors.extend(function_errors)
     return errors
 
 
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
-    """Yield the functions that run in contained processes: rewards, filters, evaluation and the judge's."""
+    """Yield the functions that run in contained processes: of reward, filters, evaluation and judge."""
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
         yield _ContainedFunction(reward, "reward.function")
@@ -444,7 +444,7 @@ def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
         yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
-PATIENCE = 2.0
+RESPONSE_SECONDS = 2.0
 """Timeout for the responses of all servers together, in seconds: `check` should take less than five."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -469,7 +469,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
         yield from check_server(section, config)
 
     if reward.http is not None:
-        yield from _sends_errors(reward.http.sends)
+        yield from _sent_parts_errors(reward.http.sends)
     if reward.judge is not None:
         yield from _judge_errors(reward.judge)
 
@@ -481,9 +481,9 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
         yield from _variable_errors("teacher_server.key_from", config.key_from)
 
 
-def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
+def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield a warning if the teacher's server does not respond now."""
-    (problem,) = _request_all([(config.url, None)])
+    (problem,) = _request_in_parallel([(config.url, None)])
     if problem is not None:
         yield UserError(
             "the teacher's server does not answer now",
@@ -502,55 +502,56 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
         yield from _variable_errors(f"{section}.headers", variable)
 
 
-def _url_errors(path: str, url: str) -> Iterator[UserError]:
+def _url_errors(key: str, url: str) -> Iterator[UserError]:
     """Yield the error for an invalid URL, or for one with a secret, which is not shown."""
     # urlsplit accepts almost any text, so check each part.
     try:
-        address = urllib.parse.urlsplit(url)
-        parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
-        valid = (
-            address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
-        )
-        has_login = address.username is not None or address.password is not None
+        parts = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(parts.query)]
+        has_spaces = re.search(r"[\s\x00-\x1f]", url) is not None
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and not has_spaces
+        has_login = parts.username is not None or parts.password is not None
 
         # Do not print a URL with a secret in the report.
-        if valid and (has_login or any(map(is_secret, parameters))):
+        if is_valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
                 "the server URL contains a secret, and a run writes its settings to files",
-                where=path,
+                where=key,
                 expected="a URL without user, password or key",
-                got=f"a URL of {address.hostname} with one",
+                got=f"a URL of {parts.hostname} with one",
                 fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
             )
             return
 
         # urlsplit accepts port 0, on which no server listens.
-        problem = None if valid and address.port != 0 else repr(url)
+        problem = None
+        if not is_valid or parts.port == 0:
+            problem = repr(url)
     except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
     if problem is not None:
         yield UserError(
             "invalid server URL",
-            where=path,
+            where=key,
             expected="http://HOST:PORT/PATH or https://HOST/PATH",
             got=problem,
             fix="correct it",
         )
 
 
-def _header_errors(path: str, header: str) -> Iterator[UserError]:
+def _header_errors(key: str, header: str) -> Iterator[UserError]:
     """Yield the error for an invalid name of an HTTP header."""
     if not _HEADER_NAME.fullmatch(header):
         yield UserError(
             "invalid name of an HTTP header",
-            where=path,
+            where=key,
             expected="letters, digits and -",
             got=repr(header),
             fix="correct the name",
         )
 
 
-def _variable_errors(path: str, name: str) -> Iterator[UserError]:
+def _variable_errors(key: str, name: str) -> Iterator[UserError]:
     """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
@@ -558,7 +559,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
     if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
         yield UserError(
             "a secret has to be named by an environment variable that user code cannot read",
-            where=path,
+            where=key,
             expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
             "or MY_API_KEY",
             got=f"{len(name)} characters that are not such a name",
@@ -572,16 +573,16 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
         return
     yield UserError(
         f"the environment variable {name} has no valid secret",
-        where=path,
+        where=key,
         expected="one line of printable characters",
         got="text that is invalid in a header" if value.strip() else "nothing",
         fix=f"export {name}=... where the run is started",
     )
 
 
-def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
+def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
     """Yield the errors for ``reward.http.sends``, the fields of a sample in a request."""
-    if not sends:
+    if not sent_parts:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
             where="reward.http.sends",
@@ -589,7 +590,7 @@ def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
             got="nothing",
             fix="remove the setting",
         )
-    for name in sends:
+    for name in sent_parts:
         if name not in SENDABLE_PARTS:
             yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS))
 
@@ -619,22 +620,22 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             )
 
 
-def silent_servers(
-    reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
+def silent_server_warnings(
+    reward: RewardConfig, sampler_urls: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
     """Yield warnings about servers that do not respond now; they may be up when the run starts.
 
-    ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
+    ``sampler_urls`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
     their engine has one.
     """
     # Any response of a reward server counts; the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in _reward_servers(reward)}
 
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
-    requests += [(url, health_path) for url in samplers]
+    requests += [(url, health_path) for url in sampler_urls]
 
     # In parallel: one after another, unreachable servers would take the complete timeout each.
-    problems = _request_all(requests)
+    problems = _request_in_parallel(requests)
 
     reward_problems = problems[: len(reward_urls)]
     for section, problem in zip(reward_urls, reward_problems, strict=True):
@@ -648,34 +649,34 @@ def silent_servers(
             )
 
     sampler_problems = problems[len(reward_urls) :]
-    silent = [
+    silent_samplers = [
         f"{url}: {problem}"
-        for url, problem in zip(samplers, sampler_problems, strict=True)
+        for url, problem in zip(sampler_urls, sampler_problems, strict=True)
         if problem is not None
     ]
-    if silent:
+    if silent_samplers:
         yield UserError(
-            f"{len(silent)} of {len(samplers)} servers of the rollout engine do not answer now",
+            f"{len(silent_samplers)} of {len(sampler_urls)} servers of the rollout engine do not answer now",
             where="rollout.server.urls",
             expected="a server of rollout.engine at each address, started as SERVERS shows",
-            got="\n".join(silent),
+            got="\n".join(silent_samplers),
             fix="start them before the run, or correct the addresses",
         )
 
 
-def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+def _request_in_parallel(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
     Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
     of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
     """
-    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
+    problems: list[str | None] = [f"no answer within {RESPONSE_SECONDS:g} s"] * len(requests)
 
     def send(index: int) -> None:
-        problems[index] = _request(*requests[index])
+        problems[index] = _send_request(*requests[index])
 
     threads = [threading.Thread(target=send, args=(index,), daemon=True) for index in range(len(requests))]
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RESPONSE_SECONDS
     for thread in threads:
         thread.start()
 
@@ -685,25 +686,25 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
     return list(problems)  # a copy, since late threads still write to it
 
 
-def _request(url: str, health_path: str | None) -> str | None:
+def _send_request(url: str, health_path: str | None) -> str | None:
     """Send one request to ``url``; return its problem as text, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """
-    address = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url)
     connection: http.client.HTTPConnection
     try:
-        if address.scheme == "https":
+        if parts.scheme == "https":
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
+            connection = http.client.HTTPSConnection(parts.netloc, timeout=RESPONSE_SECONDS, context=context)
         else:
-            connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
+            connection = http.client.HTTPConnection(parts.netloc, timeout=RESPONSE_SECONDS)
 
         # A HEAD request starts no computation on a reward server, and any response shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
-            connection.request("HEAD", address.path or "/")
+            connection.request("HEAD", parts.path or "/")
 
         status = connection.getresponse().status
         connection.close()
@@ -717,21 +718,21 @@ def _request(url: str, health_path: str | None) -> str | None:
 
 def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Iterator[UserError]:
     """Yield the errors for an evaluation set's name, its evaluators' names and its functions."""
-    path = f"evaluation.sets.{name}"
-    yield from name_errors(path, name)
+    set_key = f"evaluation.sets.{name}"
+    yield from name_errors(set_key, name)
 
     # Evaluators report under their own names, next to the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
-    reserved = [*evaluation_set.metrics(), *failure_metrics]
+    reserved_names = [*evaluation_set.metrics(), *failure_metrics]
 
     for evaluator in evaluation_set.evaluators:
-        yield from name_errors(f"{path}.evaluators", evaluator, reserved)
+        yield from name_errors(f"{set_key}.evaluators", evaluator, reserved_names)
 
     for key, function in evaluation_set.functions().items():
-        yield from check_function(FunctionRef(function, f"{path}.{key}"))
+        yield from check_function(FunctionRef(function, f"{set_key}.{key}"))
 
 
-def best_errors(config: RunConfig) -> Iterator[UserError]:
+def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``checkpoint.best`` that no evaluation computes, or for patience without it."""
     # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
     best = config.checkpoint.best
@@ -765,7 +766,7 @@ _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
 """Folders that contained code may never read as a whole: they expose other processes and every device."""
 
 
-def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
+def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
     """Return the limits of the user's code that runs in contained processes, by the key of their section."""
     if config.job != TRAIN:
         return {}
@@ -790,19 +791,19 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
 
     Paths that do not exist are added to ``files``.
     """
-    for entry in limits.read:
+    for readable_path in limits.read:
         # Compare the real path, since a link may lead to a forbidden folder.
-        path = Path(os.path.expanduser(entry))
+        path = Path(os.path.expanduser(readable_path))
         if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
-                f"contained code cannot read all of {entry}",
+                f"contained code cannot read all of {readable_path}",
                 where=f"{section}.read",
                 expected="files and folders that it reads, or devices by name",
-                got=entry,
+                got=readable_path,
                 fix="name the files in it that the code reads",
             )
         elif not path.exists():
-            message = f"a path for contained code does not exist: {entry}"
+            message = f"a path for contained code does not exist: {readable_path}"
             files.record_missing(path, message, f"{section}.read", "existing files and folders")
 
     for name in limits.environment:
@@ -816,7 +817,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
             )
 
 
-def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
+def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """Yield warnings about limits that this machine's kernel does not enforce.
 
     A contained process is started with the limits of each section and reports which of them are not in force;

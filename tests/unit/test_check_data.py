@@ -93,7 +93,7 @@ def test_every_record_is_read_where_there_are_not_too_many(monkeypatch: pytest.M
     write("train.jsonl", [good] * 500 + [{"prompt": "1+1="}] + [good] * 99)
     (error,) = check().errors
     assert (error.message, error.where) == ("a record has no `ground_truth`", "train.jsonl:501 (data.train)")
-    monkeypatch.setattr(data_rules, "WHOLE_BYTES", 300 * len(json.dumps(good)))
+    monkeypatch.setattr(data_rules, "FULLY_READ_BYTES", 300 * len(json.dumps(good)))
     report = check()
     assert not report.errors
     text = report_text(report, "run.yaml", verbose=True)

@@ -17,7 +17,7 @@ from megatron_rl.check.engine.arguments import (
     TOOL_PARSERS,
     check_engine_arguments,
 )
-from megatron_rl.check.installed_source import class_fields, table_names
+from megatron_rl.check.installed_source import class_fields, read_dict_keys
 from megatron_rl.check.model import megatron_settings as model_settings
 from megatron_rl.check.model.megatron_settings import (
     DERIVED_FIELDS,
@@ -91,7 +91,7 @@ def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
 def test_parsers_of_tool_calls_are_those_of_the_installed_version() -> None:
     from vllm.tool_parsers import ToolParserManager
 
-    assert set(table_names(*TOOL_PARSERS) or ()) == set(ToolParserManager.list_registered())
+    assert set(read_dict_keys(*TOOL_PARSERS) or ()) == set(ToolParserManager.list_registered())
 
 
 def test_megatron_fields_that_the_run_sets_exist() -> None:

@@ -116,14 +116,14 @@ def check_adapted_model(
 
     ``key`` is the key of the adapters' section; ``settings`` are the Megatron settings of the model.
     """
-    refused = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
-    if refused:
-        noun = refused[0].noun
+    refused_mixers = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
+    if refused_mixers:
+        noun = refused_mixers[0].noun
         yield UserError(
             f"models with {noun} cannot have adapters",
             where=key,
             expected="no adapters, or another model",
-            got=f"{model.shape.name}, with {model.shape.mixers[refused[0]]} {noun}",
+            got=f"{model.shape.name}, with {model.shape.mixers[refused_mixers[0]]} {noun}",
             fix=f"remove {key}",
         )
         return
@@ -237,17 +237,17 @@ def _peft_config_errors(
     lora: LoraConfig,
     model: PretrainedModel,
     targets: tuple[str, ...],
-    peft: Mapping[str, Any],
+    peft_config: Mapping[str, Any],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
+    """Yield the differences between the configured adapters and ``peft_config``, PEFT's settings of them."""
     # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
-    numbers = {
-        "rank": (lora.rank, peft.get("r")),
-        "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha")),
+    configured_and_saved = {
+        "rank": (lora.rank, peft_config.get("r")),
+        "alpha": (lora.alpha or lora.rank, peft_config.get("lora_alpha")),
     }
-    for name, (configured, saved) in numbers.items():
+    for name, (configured, saved) in configured_and_saved.items():
         if not isinstance(saved, int | float) or not math.isclose(saved, configured):
             yield UserError(
                 f"the adapter to start from has another {name}",
@@ -259,29 +259,29 @@ def _peft_config_errors(
 
     # Every saved layer needs a configured adapter; adapters of further layers are initialised.
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
-    saved_modules = peft.get("target_modules")
+    saved_modules = peft_config.get("target_modules")
     if isinstance(saved_modules, list):
-        uncovered = sorted(set(saved_modules) - set(modules))
+        uncovered_modules = sorted(set(saved_modules) - set(modules))
     else:
         # PEFT also takes a regular expression.
-        uncovered = [str(saved_modules)]
-    if uncovered:
+        uncovered_modules = [str(saved_modules)]
+    if uncovered_modules:
         yield UserError(
             "the adapter to start from also adapts other layers",
             where=f"{key}.targets",
-            expected="layers that contain " + ", ".join(uncovered),
+            expected="layers that contain " + ", ".join(uncovered_modules),
             got=", ".join(targets) + ": " + ", ".join(modules),
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
     # LoRA variants compute another function of the same two matrices.
-    for name, plain in _PLAIN_PEFT.items():
-        if peft.get(name, plain) not in (plain, None, [], {}):
+    for name, plain_value in _PLAIN_PEFT.items():
+        if peft_config.get(name, plain_value) not in (plain_value, None, [], {}):
             yield UserError(
                 f"the adapter to start from uses PEFT's {name}",
                 where=f"{key}.path",
-                expected=f"{name}: {json.dumps(plain)} in {file}",
-                got=json.dumps(peft[name]),
+                expected=f"{name}: {json.dumps(plain_value)} in {file}",
+                got=json.dumps(peft_config[name]),
                 fix="start from an adapter of plain LoRA, which has only two matrices",
             )
 
@@ -301,17 +301,21 @@ def _peft_tensor_errors(
     shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
     # PEFT names tensors by its wrappers around the model.
-    stored: dict[str, tuple[int, ...]] = {}
+    stored_shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in read_header(file).items():
-        stored[name.removeprefix(PEFT_PREFIX)] = tensor.shape
+        stored_shapes[name.removeprefix(PEFT_PREFIX)] = tensor.shape
 
-    unexpected = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))
-    if unexpected:
-        first = unexpected[0]
+    unexpected_names: list[str] = []
+    for name, shape in sorted(stored_shapes.items()):
+        if shapes.get(name) != tuple(shape):
+            unexpected_names.append(name)
+    if unexpected_names:
+        first_name = unexpected_names[0]
         yield UserError(
             "the adapter to start from has tensors that belong to no layer of the model",
             where=f"{key}.path",
             expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
-            got=f"{len(unexpected)} others in {file}, {first} {list(stored[first])} among them",
+            got=f"{len(unexpected_names)} others in {file}, {first_name} {list(stored_shapes[first_name])} "
+            "among them",
             fix="start from an adapter of this model; experts stored in one tensor have to be split",
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.model.tokenizer import vocabulary_of
+from megatron_rl.check.model.tokenizer import read_vocabulary_size
 from megatron_rl.check.rewards import FunctionRef, check_function
 from megatron_rl.config.roles import explicit_model_paths, role_of, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
@@ -68,7 +68,7 @@ def with_megatron_models(
     # Settings that need a Megatron checkpoint.
     if "model.megatron" not in broken:
         if config.model.hf_path is not None and config.model.megatron is None:
-            errors["model.hf_path"] = [_needs_checkpoint("model.hf_path", config.model.hf_path)]
+            errors["model.hf_path"] = [_missing_checkpoint_error("model.hf_path", config.model.hf_path)]
         if config.model.resume_optimizer:
             errors["model.resume_optimizer"] = _resume_optimizer_errors(config)
 
@@ -119,19 +119,20 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
         return
 
-    # The provider's signature must fit its call. `model.weights` names a table, which must exist.
-    optional = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
+    # The provider's signature must fit its call.
+    optional_arguments = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,
         "model.provider",
         accepts_group=False,
         arguments=REQUIRED_ARGUMENTS,
-        optional=optional,
+        optional=optional_arguments,
         passes_all=True,
     )
     yield from check_function(provider)
     if settings.weights is not None:
-        names = FunctionRef(
+        # `model.weights` names a table of weight names, which must exist.
+        weight_table = FunctionRef(
             settings.weights,
             "model.weights",
             accepts_group=False,
@@ -139,7 +140,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             optional=(),
             passes_all=True,
         )
-        yield from check_function(names)
+        yield from check_function(weight_table)
 
     if model is None:
         return
@@ -166,30 +167,30 @@ def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
 
 
 def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with other paths of models; ``folders`` maps a section to its new ``path``."""
+    """Return the configuration with new paths of models; ``folders``: section -> its new ``path``."""
 
-    def at_folder(name: str, section: Any) -> Any:
+    def replace_path(name: str, section: Any) -> Any:
         if name not in folders:
             return section
         return replace(section, path=str(folders[name]))
 
-    return with_role_sections(config, at_folder)
+    return with_role_sections(config, replace_path)
 
 
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
     """Return the error for ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
-    target = config.checkpoint.megatron
-    if target is None:
+    export_folder = config.checkpoint.megatron
+    if export_folder is None:
         return None
 
     # For a resumed run, the folder may contain its earlier checkpoints.
-    resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
-    if is_megatron(target) and not resumes:
+    is_resumed = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
+    if is_megatron(export_folder) and not is_resumed:
         return UserError(
             "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",
             expected="a folder that is new, or that this run has written to",
-            got=target,
+            got=export_folder,
             fix="choose another folder: older iterations in it are removed, by checkpoint.keep",
         )
 
@@ -206,26 +207,31 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     return None
 
 
-def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -> MegatronCheckpoint:
+def _write_model_folder(
+    config: RunConfig,
+    checkpoint_path: Path,
+    key: str,
+    folder: Path,
+) -> MegatronCheckpoint:
     """Write the Hugging Face folder of a Megatron checkpoint: config.json, tokenizer, and a pointer to it.
 
-    ``path`` is the checkpoint, ``folder`` the folder that is written, and ``key`` the configuration key that
-    names the checkpoint. Returns the checkpoint. Raises UserError or UserErrors for a folder with other
-    files, and for a checkpoint that does not fit its model.
+    ``folder`` is the folder that is written, and ``key`` the configuration key that names the checkpoint.
+    Returns the checkpoint. Raises UserError or UserErrors for a folder with other files, and for a checkpoint
+    that does not fit its model.
     """
     is_actor = key == "model.megatron"
     folder_key = key
     if is_actor:
         folder_key = "model.path"
     _require_free_folder(folder, folder_key)
-    checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
+    checkpoint = read_checkpoint(_find_starting_checkpoint(config, checkpoint_path, folder), key)
 
     # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
-    tokenizer = _tokenizer_folder(config, checkpoint, key)
+    tokenizer_folder = _tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
-    if tokenizer is not None and (tokenizer / "config.json").is_file():
-        config_file = tokenizer / "config.json"
+    if tokenizer_folder is not None and (tokenizer_folder / "config.json").is_file():
+        config_file = tokenizer_folder / "config.json"
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
         hf_config = without_quantization(read_json(config_file))
         model = describe(hf_config, str(config_file))
@@ -233,7 +239,8 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
 
     # Another role's model may have another size than the one in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
-        hf_config = derive_config(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
+        vocabulary_size = _vocabulary_size(config, is_actor, tokenizer_folder)
+        hf_config = derive_config(checkpoint.arguments, key, vocabulary_size)
         errors = []
 
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
@@ -254,9 +261,9 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         "arguments": dict(checkpoint.arguments),
     }
     contents = {POINTER: _json_bytes(pointer_values), "config.json": _json_bytes(hf_config)}
-    if tokenizer is not None:
-        for name in tokenizer_files(tokenizer):
-            contents[name] = (tokenizer / name).read_bytes()
+    if tokenizer_folder is not None:
+        for name in tokenizer_files(tokenizer_folder):
+            contents[name] = (tokenizer_folder / name).read_bytes()
 
     try:
         _write_files(folder, contents)
@@ -290,21 +297,21 @@ def _require_free_folder(folder: Path, key: str) -> None:
     )
 
 
-def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
-    """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
+def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_folder: Path) -> Path:
+    """Return the checkpoint to start from: ``checkpoint_folder``, or an iteration in this folder.
 
     A run that is resumed keeps the iteration that it began with, which the pointer in ``model_folder``
     names (`read_pointer`), even if newer ones exist.
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
-        return checkpoints
+        return checkpoint_folder
 
     # The pointer names the checkpoint that the run began with.
-    values = read_pointer(model_folder) or {}
-    recorded = Path(str(values.get("checkpoint", "")))
-    if recorded.parent == checkpoints.resolve() and recorded.is_dir():
-        return recorded
-    return checkpoints
+    pointer = read_pointer(model_folder) or {}
+    recorded_checkpoint = Path(str(pointer.get("checkpoint", "")))
+    if recorded_checkpoint.parent == checkpoint_folder.resolve() and recorded_checkpoint.is_dir():
+        return recorded_checkpoint
+    return checkpoint_folder
 
 
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
@@ -349,14 +356,14 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
     )
 
 
-def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
+def _vocabulary_size(config: RunConfig, is_actor: bool, tokenizer_folder: Path | None) -> int | None:
     """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
-    if tokenizer is None:
+    if tokenizer_folder is None:
         return None
-    return vocabulary_of(tokenizer)
+    return read_vocabulary_size(tokenizer_folder)
 
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:
@@ -381,12 +388,12 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
             continue
         file.parent.mkdir(exist_ok=True)
 
-        temporary = folder / f"{name}.{os.getpid()}.part"
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
+        temporary_file = folder / f"{name}.{os.getpid()}.part"
+        temporary_file.write_bytes(content)
+        os.replace(temporary_file, file)
 
 
-def _needs_checkpoint(key: str, value: str) -> UserError:
+def _missing_checkpoint_error(key: str, value: str) -> UserError:
     """Return the error for a setting that only has an effect together with ``model.megatron``.
 
     ``key`` and ``value``: the setting, and its value as text.
@@ -399,7 +406,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     """Return the errors for settings with which the actor cannot resume the checkpoint's Adam moments."""
     key = "model.resume_optimizer"
     if config.model.megatron is None:
-        return [_needs_checkpoint(key, "true")]
+        return [_missing_checkpoint_error(key, "true")]
 
     # The moments are of Adam on all weights, and only valid for exactly the checkpoint's weights.
     conflicts: dict[str, str] = {}
@@ -413,11 +420,11 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
         conflicts["preference"] = "a stage before reinforcement learning"
     return [
         UserError(
-            f"{path} is incompatible with the checkpoint's optimizer state",
+            f"{conflict_key} is incompatible with the checkpoint's optimizer state",
             where=key,
             expected="Adam on all weights, starting from the checkpoint's",
-            got=f"{path}: {got}",
-            fix=f"remove {key} or {path}",
+            got=f"{conflict_key}: {got}",
+            fix=f"remove {key} or {conflict_key}",
         )
-        for path, got in conflicts.items()
+        for conflict_key, got in conflicts.items()
     ]

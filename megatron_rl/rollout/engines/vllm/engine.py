@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
     host_arguments,
-    host_errors,
+    chunked_prefill_errors,
     sampling_arguments,
 )
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
@@ -234,7 +234,7 @@ class VllmEngine:
 
         errors = check_engine_arguments(config.vllm)
         if device.on_host():
-            errors += host_errors(config.vllm)
+            errors += chunked_prefill_errors(config.vllm)
             arguments |= self._host_arguments(model, tensor, dtype)
         else:
             arguments |= _accelerator_arguments(config)

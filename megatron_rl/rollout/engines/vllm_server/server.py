@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, plain_settings
+from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, comparable_settings
 from megatron_rl.check.model.tokenizer import has_stop_texts
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
@@ -358,13 +358,13 @@ def _require_model(
     served: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError if the server's model differs from the run's in a value of `plain_settings`.
+    """Raise UserError if the server's model differs from the run's in a value of `comparable_settings`.
 
     A setting that only one of the two has is ignored: transformers and vLLM add different defaults.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
-    plain = plain_settings(settings)
-    served_plain = plain_settings(transformers_config(served))
+    plain = comparable_settings(settings)
+    served_plain = comparable_settings(transformers_config(served))
 
     for name, value in plain.items():
         if name in served_plain and served_plain[name] != value:
