@@ -27,7 +27,7 @@ from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed_checkpoint
 from megatron_rl.hf.weights import assigned_parameters, fill_parameters, source_boxes
-from megatron_rl.interop.megatron_lm.arguments import arguments_of
+from megatron_rl.interop.megatron_lm.arguments import derive_arguments
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
 from megatron_rl.megatron.lora import without_adapters
@@ -58,7 +58,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     the iteration is 0. Raises UserError for a model that Megatron-LM has no arguments for.
     """
     model = read_pretrained(Path(source) / "config.json")
-    arguments = arguments_of(model)
+    arguments = derive_arguments(model)
     origin = read_pointer(source)
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
@@ -276,7 +276,7 @@ def _states(
     # An optimizer in the fully reshardable format has a named tensor per parameter and state.
     if checkpoint.states:
         for state in checkpoint.states:
-            yield state, partial(MegatronFiles, source, checkpoint.state(state))
+            yield state, partial(MegatronFiles, source, checkpoint.with_state(state))
         return
 
     # Other formats have flat buffers without parameter names.
@@ -303,7 +303,7 @@ def _verified_buffers(
 
     shape = read_pretrained(Path(source) / "config.json").shape
     differing_names: list[str] = []
-    for parameters in checkpoint.flat_parameters(shape):
+    for parameters in checkpoint.list_arrangements(shape):
         masters = BufferFiles(source, checkpoint, parameters)
         names = run_on_all_ranks_or_raise(
             partial(_first_difference, masters, weights, boxes),

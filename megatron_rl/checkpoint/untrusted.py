@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import UserError, unreadable_file
-from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, names_in
+from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, read_global_names
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 _STORAGES = (
@@ -84,7 +84,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
     # Damaged pickles raise errors of any type.
     try:
         content = directory.read_bytes()
-        names = names_in(content)
+        names = read_global_names(content)
     except Exception as error:
         raise _unreadable_error(directory, error) from error
     yield directory, names
@@ -138,7 +138,7 @@ def _names_in_archive(
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
-        return names_in(reader.get_record("data.pkl"))
+        return read_global_names(reader.get_record("data.pkl"))
     except Exception as error:  # damaged bytes raise errors of any type
         raise _unreadable_error(path, error) from error
 

@@ -132,7 +132,7 @@ class MegatronFiles:
             checkpoint = read_pointed_checkpoint(path)
         self.checkpoint = checkpoint
         self.path = self.checkpoint.path
-        self._locations, errors = self.checkpoint.parameters(model.shape)
+        self._locations, errors = self.checkpoint.locate_parameters(model.shape)
         errors += self.checkpoint.file_errors()
         if errors:
             raise UserErrors(errors)
@@ -268,7 +268,7 @@ class BufferFiles(MegatronFiles):
         self._flat: dict[str, FlatParameter] = {}
         by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
-            ranks = (parameter.tensor, parameter.expert, parameter.expert_tensor)
+            ranks = (parameter.tensor_rank, parameter.expert_rank, parameter.expert_tensor_rank)
             by_shard.setdefault(ranks, {})[parameter.name] = parameter
 
         # Trace the import of each shard to find the Hugging Face tensors in its parameters.
@@ -276,13 +276,13 @@ class BufferFiles(MegatronFiles):
         layout = writer_layout(checkpoint.arguments)
         boxes: list[TensorBox] = []
         for ranks, shard_parameters in by_shard.items():
-            tensor, expert, expert_tensor = ranks
+            tensor_rank, expert_rank, expert_tensor_rank = ranks
             shard = Shard(
-                tensor=tensor,
+                tensor=tensor_rank,
                 tensor_size=layout.tensor,
-                expert=expert,
+                expert=expert_rank,
                 expert_size=layout.expert,
-                expert_tensor=expert_tensor,
+                expert_tensor=expert_tensor_rank,
                 expert_tensor_size=layout.expert_tensor,
             )
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.check.model.megatron_lm import PROVIDER_ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.interop.megatron_lm.arguments import ABSENT
+from megatron_rl.interop.megatron_lm.arguments import UNSUPPORTED_ARGUMENTS
 from megatron_rl.megatron.layers import (
     PackedAttention,
     PackedRotaryEmbedding,
@@ -74,7 +74,7 @@ _RANKS = {
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
 """Megatron's process-global lists of ranks -> the role's groups, by attribute of `ParallelGroups`."""
-_COMPARED_FIELDS = frozenset(ABSENT) | {
+_COMPARED_FIELDS = frozenset(UNSUPPORTED_ARGUMENTS) | {
     "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
     "yarn_rotary_scaling_factor",
     "virtual_pipeline_model_parallel_size", "moe_router_pre_softmax", "moe_router_score_function",

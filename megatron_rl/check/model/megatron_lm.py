@@ -22,7 +22,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.errors import UserError, UserErrors, requires, single_errors
-from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
+from megatron_rl.interop.megatron_lm.arguments import derive_arguments, contradiction_errors, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
@@ -145,7 +145,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     if model is None:
         return
     try:
-        arguments_of(model)
+        derive_arguments(model)
     except UserError as error:
         fix = "remove model.provider: Megatron's own GPTModel is built"
         yield replace(error, where="model.provider", fix=fix)
@@ -201,7 +201,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     except UserError:
         return None  # reported by the rules on the model
     try:
-        arguments_of(model)
+        derive_arguments(model)
     except UserError as error:
         return replace(error, where="checkpoint.megatron", fix="remove checkpoint.megatron")
     return None
@@ -235,7 +235,7 @@ def _write_model_folder(
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
         hf_config = without_quantization(read_json(config_file))
         model = describe(hf_config, str(config_file))
-        errors = contradictions(checkpoint.arguments, model, key, str(config_file))
+        errors = contradiction_errors(checkpoint.arguments, model, key, str(config_file))
 
     # Another role's model may have another size than the one in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
@@ -246,7 +246,7 @@ def _write_model_folder(
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
     shape = describe(hf_config, key).shape
     if not errors:
-        _, parameter_errors = checkpoint.parameters(shape)
+        _, parameter_errors = checkpoint.locate_parameters(shape)
         errors += parameter_errors
     if is_actor and config.model.resume_optimizer and not errors:
         errors += checkpoint.optimizer_errors(shape, "model.resume_optimizer")
