@@ -24,7 +24,7 @@ from typing import IO, Any, ClassVar
 
 from aiohttp import web
 
-from megatron_rl.contained.confinement import end_started_with
+from megatron_rl.contained.confinement import kill_processes_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
 from megatron_rl.launcher import LOOPBACK, without_proxy
 
@@ -373,7 +373,7 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
             # First kill the program's session, then children that have left it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            end_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
+            kill_processes_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
             await process.wait()
 
         # Quote the end of standard error, where Python prints an exception.

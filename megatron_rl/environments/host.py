@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.config.setting import value_errors
-from megatron_rl.contained.confinement import allow_files, allow_processes, exceeded_limit
+from megatron_rl.contained.confinement import allow_files, allow_processes, describe_exceeded_limit
 from megatron_rl.contained.process import (
     INVALID_TEXT,
     INVALID_TEXT_MESSAGE,
@@ -357,7 +357,7 @@ class EnvironmentPool:
 
     def _receive(self, host: _Host, events: list[Event]) -> None:
         """Handle the messages of a process; replace it if it has ended or sent a malformed message."""
-        frames, is_open = host.process.frames()
+        frames, is_open = host.process.read_replies()
         for frame in frames:
             number = frame.get("episode")
             kind = frame.get("kind")
@@ -432,7 +432,7 @@ class EnvironmentPool:
         status = self._replace(host, events)
 
         message = f"its process ended with status {status}"
-        limit = exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
+        limit = describe_exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
         elif host.process.protocol_error:

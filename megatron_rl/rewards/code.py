@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.contained.confinement import end_descendants
+from megatron_rl.contained.confinement import kill_descendants
 from megatron_rl.rewards import program as remote_program
 from megatron_rl.rewards.program import Peer
 
@@ -677,7 +677,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the process of a program, and all processes that it started."""
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end_descendants()
+    kill_descendants()
 
 
 def _limit_files() -> None:

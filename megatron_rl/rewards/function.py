@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
-from megatron_rl.contained.confinement import exceeded_limit
+from megatron_rl.contained.confinement import describe_exceeded_limit
 from megatron_rl.contained.process import kill_all
 from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.metrics import Metrics
@@ -269,7 +269,7 @@ class FunctionReward:
                 # A worker that has just ended is not a timeout but a crash, which the next `select` reports.
                 now = time.monotonic()
                 for worker in list(self._workers):
-                    if worker.calls and now >= worker.deadline and not worker.process.wait(0):
+                    if worker.calls and now >= worker.deadline and not worker.process.wait_for_output(0):
                         self._replace(selector, worker, queue, outcomes, TIMEOUT)
 
     def _fail_queue(
@@ -342,7 +342,7 @@ class FunctionReward:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.protocol_error is not None:
             return PROTOCOL_ERROR, worker.process.protocol_error
-        if message := exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
+        if message := describe_exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
             return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"
 

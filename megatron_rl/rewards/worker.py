@@ -536,7 +536,7 @@ class Worker:
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
         """Store the replies that have arrived; return False if the process ended or violated the protocol."""
-        frames, is_open = self.process.frames()
+        frames, is_open = self.process.read_replies()
         for frame in frames:
             # User code may have written the frame: its number must be that of an open call and, for a plain
             # function, of the first open call.
