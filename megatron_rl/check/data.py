@@ -272,8 +272,10 @@ def _source_paths(source: DataPath) -> list[Path]:
 def _find_missing_path(source: DataPath) -> Path | None:
     """Return the first path of a data set that does not exist, or None if all exist."""
     for path in _source_paths(source):
-        has_matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
-        if not path.exists() and not has_matches:
+        is_pattern = glob.has_magic(str(path))
+        if is_pattern and glob.glob(str(path), recursive=True):
+            continue
+        if not path.exists():
             return path
     return None
 
@@ -414,13 +416,16 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, or None if one is a table or too large to count."""
-    total = 0
+    """Return the number of lines, one for each record, of all files.
+
+    Returns None if a file is a table, or too large to count its lines in time.
+    """
+    line_count = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
             return None
-        total += _count_lines(path)
-    return total
+        line_count += _count_lines(path)
+    return line_count
 
 
 def _count_lines(path: Path) -> int:
@@ -607,10 +612,12 @@ class TokenCounter:
             self.remaining -= characters[index]
             record = records[index]
             try:
-                rows_by_index[index] = self._row_texts(record, data_set)
+                rows = self._row_texts(record, data_set)
+                rows_by_index[index] = rows
                 # A broken tokenizer returns no tokens for valid prompts either, and is an error already.
                 if not record.values[data_set.data.prompt_field] or not files.errors:
-                    self._require_tokens(rows_by_index[index][0][0], record, data_set)
+                    first_row = rows[0]
+                    self._require_tokens(first_row[0], record, data_set)
             except UserError as error:
                 files.errors.append(error)
                 break
@@ -635,7 +642,7 @@ class TokenCounter:
         """Raise UserError for a prompt without tokens: there is nothing to sample from."""
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
-        # As in training, add no special tokens to a rendered prompt, which contains them.
+        # As in training, add no special tokens to a rendered prompt: it contains them.
         add_special_tokens = not uses_chat_template(record, data_set.data)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")

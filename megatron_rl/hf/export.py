@@ -97,7 +97,7 @@ class _Piece:
         return boxes_of_experts([box], self.fused_experts)
 
 
-def export(
+def export_model(
     model: Any,
     path: str | Path,
     source: str | Path | None = None,
@@ -169,8 +169,8 @@ def export_adapters(
 ) -> None:
     """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
-    ``dropout`` is the adapters' dropout in training. Raises UserError as `export` does. Collective over the
-    model's ranks.
+    ``dropout`` is the adapters' dropout in training. Raises UserError as `export_model` does. Collective over
+    the model's ranks.
     """
     parameters = adapter_parameters(model)
     shapes: dict[str, Shape] = {}

@@ -141,9 +141,9 @@ class CheckpointFiles:
         if files is None:
             weight_map = read_index(self.path)
             absent_files: list[str] = []
-            for file in sorted(set(weight_map.values())):
-                if not (self.path / file).is_file():
-                    absent_files.append(file)
+            for file_name in sorted(set(weight_map.values())):
+                if not (self.path / file_name).is_file():
+                    absent_files.append(file_name)
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",

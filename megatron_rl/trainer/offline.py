@@ -29,7 +29,7 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
 from megatron_rl.errors import UserError, requires
-from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.hf.export import export_adapters, export_model
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
 from megatron_rl.roles.build import (
@@ -269,7 +269,7 @@ def export_checkpoint(
             lora = config.actor.lora or LoraConfig()
             export_adapters(model, out, present_model(config), dropout=lora.dropout)
         elif model is not None:
-            export(model, out, config.model.path)
+            export_model(model, out, config.model.path)
         watch.leave()
 
     if device.rank() == 0:

@@ -40,7 +40,7 @@ from megatron_rl.distributed.exchange import (
     gather_objects,
 )
 from megatron_rl.errors import UserError, first_line
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
@@ -643,7 +643,7 @@ class Training:
         model = self.roles.actor.model
         if model is not None:
             with self.phases("export"), self.roles.actor.resident(Use.READ):
-                export(model, self.folder.model, self.config.model.path)
+                export_model(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:
         """Write the report; print an error as a warning, because the run is complete."""

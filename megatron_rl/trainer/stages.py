@@ -50,7 +50,7 @@ from megatron_rl.distributed.exchange import (
     gather_objects,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.peft import record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
@@ -360,7 +360,7 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
     model = stage.role.model
     if model is None:
         return
-    export(model, stage.plan.model, job.config.model.path)
+    export_model(model, stage.plan.model, job.config.model.path)
     if model.adapters is not None:
         merge_adapters(model, job.config.seed)
         record_base_checksum(model, stage.plan.model)

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.sync import HybridEngine
@@ -332,7 +332,7 @@ def check_actor(
     name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
     exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
     if model is not None:
-        export(model, exported, root / case.folder)
+        export_model(model, exported, root / case.folder)
 
     dist.barrier()
     check_against_files(engine, exported)
@@ -422,7 +422,7 @@ def check_precision(root: Path) -> None:
     hybrid.sync()
     assert all(region.dtype == torch.bfloat16 for bundle in hybrid.plan.bundles for region in bundle.regions)
 
-    export(model, root / "half", root / case.folder, dtype=torch.bfloat16)
+    export_model(model, root / "half", root / case.folder, dtype=torch.bfloat16)
     check_against_files(engine, root / "half")
     engine.close()
 

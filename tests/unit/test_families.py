@@ -17,7 +17,7 @@ from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.config.load import load
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
@@ -94,7 +94,7 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     device.initialize()
     model = build_model(reference.config, ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
     load_weights(model, saved)
-    export(model, exported, saved)
+    export_model(model, exported, saved)
     assert not refusals(exported)
     assert read_pretrained(exported / "config.json").shape == described.shape
     for key, value in described.engine_keys.items():
@@ -130,7 +130,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:
     device.initialize()
     model = build_model(read_hf_config(saved), ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
     load_weights(model, saved)
-    export(model, workspace / "exported", saved)
+    export_model(model, workspace / "exported", saved)
     loaded = AutoModelForCausalLM.from_pretrained(workspace / "exported")
     use_epsilon_of_config(loaded)
     rows = torch.arange(20)[None]

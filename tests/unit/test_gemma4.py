@@ -14,7 +14,7 @@ from test_hf_logits import build
 
 from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.distributed import device
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
@@ -83,7 +83,7 @@ def test_scalars_of_layers_are_buffers_that_exports_have_bit_for_bit(tmp_path: P
     assert len(scalars) == 4
     assert not any("layer_scalar" in name for name, _ in chunk.named_parameters())
 
-    export(model, tmp_path / "second", tmp_path / "first")
+    export_model(model, tmp_path / "second", tmp_path / "first")
     first = load_file(tmp_path / "first/model.safetensors")
     second = load_file(tmp_path / "second/model.safetensors")
     assert first.keys() == second.keys()

@@ -23,7 +23,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import live_parameters
@@ -220,7 +220,7 @@ def test_four_bits_are_trained_as_transformers_reads_them_and_exported_in_the_mo
         assert torch.equal(parameter, weights[name].data), name
 
     # Values of 4 bits and their scales are exact in bfloat16.
-    export(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "second/config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     loaded, told = AutoModelForCausalLM.from_pretrained(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles, write_index
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
@@ -57,7 +57,7 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     save_model(family, tmp_path / "first")
     model = build(make_model(family).config)
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
+    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
     first, second = CheckpointFiles(tmp_path / "first"), CheckpointFiles(tmp_path / "second")
     assert first.names() == second.names()
     digests = durable.read_digests(tmp_path / "second")
@@ -91,7 +91,7 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp
 
     model = build(type(reference.config).from_pretrained(tmp_path / "first"))
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "second", tmp_path / "first")
+    export_model(model, tmp_path / "second", tmp_path / "first")
     second = CheckpointFiles(tmp_path / "second")
     assert second.names() == CheckpointFiles(tmp_path / "first").names() >= set(further)
     for name, value in further.items():
@@ -105,7 +105,7 @@ def test_export_converts_to_the_asked_dtype(tmp_path):
     reference = save_model("qwen2", tmp_path / "first")
     model = build(reference.config)
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "half", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "half", dtype=torch.bfloat16)
     again = type(reference).from_pretrained(tmp_path / "half")
     assert again.dtype == torch.bfloat16
     for name, value in reference.state_dict().items():

@@ -19,7 +19,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.hf.export import export_adapters, export_model
 from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
@@ -73,7 +73,7 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
     again = adapter_parameters(build(tmp_path / "base", back))
     assert all(torch.equal(value, again[name]) for name, value in adapter_parameters(model).items())
     # The whole model that is exported has them added in, as has one whose base takes them over.
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     for name, value in merged.items():
         up = tensors.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
@@ -81,7 +81,7 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
         change = torch.zeros(()) if up is None or down is None else 2.0 * up @ down
         torch.testing.assert_close(value, base[name] + change, rtol=0, atol=1e-6)
     merge_adapters(model, seed=7)
-    export(model, tmp_path / "folded")
+    export_model(model, tmp_path / "folded")
     folded = load_file(tmp_path / "folded/model.safetensors")
     assert all(torch.equal(folded[name], value) for name, value in merged.items())
 
@@ -108,13 +108,13 @@ def test_every_expert_has_an_adapter_of_its_own(family: str, expert: str, tmp_pa
     assert list(check_adapted_model(back, described)) == []
     again = adapter_parameters(build(tmp_path / "base", back))
     assert all(torch.equal(value, again[name]) for name, value in parameters.items())
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     with without_adapters(model):
-        export(model, tmp_path / "without")
+        export_model(model, tmp_path / "without")
     assert all(torch.equal(value, adapter_parameters(model)[name]) for name, value in parameters.items())
     merge_adapters(model, seed=7)
     remove_adapters(model)
-    export(model, tmp_path / "folded")
+    export_model(model, tmp_path / "folded")
     base, merged, without, folded = (
         load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged", "without", "folded")
     )
@@ -173,7 +173,7 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
     save_model("llama", tmp_path / "base", num_hidden_layers=2)
     save_model("llama", tmp_path / "other", seed=1, num_hidden_layers=2)
     model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
-    export(model, tmp_path / "split", file_bytes=100_000)
+    export_model(model, tmp_path / "split", file_bytes=100_000)
     record_base_checksum(model, tmp_path / "base")
     checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1})
     record_base_checksum(model, tmp_path / "split")

@@ -23,7 +23,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles, checkpoint_shapes
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.hf.peft import add_adapters
@@ -150,7 +150,7 @@ def test_adapters_are_added_into_what_is_written(tmp_path):
     add_adapters(model, LoraConfig(rank=3), seed=7, trainable=True)
     for value in adapter_parameters(model).values():
         value.normal_(std=0.1)
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     trained = live_parameters(model) | adapter_parameters(model)
     before = {name: value.clone() for name, value in trained.items()}
     arguments, _ = checkpoint_arguments(tmp_path / "hf")
