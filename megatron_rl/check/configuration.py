@@ -50,12 +50,12 @@ from megatron_rl.check.packages import (
 from megatron_rl.check.rehearsal import try_imports
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
-    check_microbatch_budget,
     check_checkpoint,
     check_layout,
     check_lengths,
     check_memory,
     check_memory_target,
+    check_microbatch_budget,
     check_top_tokens,
     check_world,
     smallest_valid_world,
@@ -441,7 +441,7 @@ def _check_with_inputs(
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
         trial_errors, check.untried = trial.wait_for_result(
-            _trial_roles(inputs, layouts), config.model.dtype, training
+            _build_trial_roles(inputs, layouts), config.model.dtype, training
         )
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
@@ -573,7 +573,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
     return errors
 
 
-def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
+def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
     """Return the roles whose Megatron configuration a trial can build: those with a config.json."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]

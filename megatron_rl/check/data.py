@@ -118,17 +118,17 @@ class DataSet:
     limited_by: str = "data.max_prompt_tokens"
 
     @property
-    def path(self) -> str:
+    def key(self) -> str:
         """Return the configuration key that names the data set, such as ``data.train``."""
         return self.reader.setting
 
     @property
-    def data(self) -> DataConfig:
+    def data_config(self) -> DataConfig:
         """Return the settings that name the fields of the data set's records."""
         return self.reader.data
 
     @property
-    def responses(self) -> Mapping[str, str]:
+    def response_fields(self) -> Mapping[str, str]:
         """Return the fields that contain responses: field -> setting that names it."""
         return self.reader.responses
 
@@ -163,7 +163,7 @@ class DatasetStats:
         limit: Largest valid number of tokens of a record, or None if that is not available.
 
     Example:
-        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
+        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).describe()
         'read the first 200 of many records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
 
@@ -175,7 +175,7 @@ class DatasetStats:
     over: int
     limit: int | None
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Describe the numbers of records and tokens as one sentence of the report."""
         records = f"the first {self.records:,} of many"
         if self.records == self.total:
@@ -235,18 +235,18 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     """
     missing_path = _find_missing_path(data_set.source)
     if missing_path is not None:
-        finding = missing_error(missing_path, data_set.path)
-        files.record_missing(missing_path, finding.message, data_set.path, KINDS, finding.fix or "")
+        finding = missing_error(missing_path, data_set.key)
+        files.record_missing(missing_path, finding.message, data_set.key, KINDS, finding.fix or "")
         return None
 
     try:
         # Detect truncated Parquet files here, since pyarrow's error names neither the file nor a fix.
-        paths = data_files(data_set.source, data_set.path)
+        paths = data_files(data_set.source, data_set.key)
         for path in paths:
             if path.is_file() and path.suffix == ".parquet":
-                _require_parquet(path, data_set.path)
+                _require_parquet(path, data_set.key)
 
-        warning = partial_warning(data_set.source, paths, data_set.path)
+        warning = partial_warning(data_set.source, paths, data_set.key)
         if warning is not None:
             files.warnings.append(warning)
 
@@ -254,7 +254,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     except OSError as error:
         first_path = _source_paths(data_set.source)[0]
         fix = "check the permissions of the file and of its folders"
-        files.errors.append(unreadable_error(first_path, data_set.path, str(error), fix))
+        files.errors.append(unreadable_error(first_path, data_set.key, str(error), fix))
     except ImportError:  # a machine that only checks may lack the packages that read tables
         return DataPreview(None, None)
     except UserError as error:
@@ -293,7 +293,7 @@ def _check_records(
     records: list[Record] = []
     # Report the same mistake in many records once, for the first of them. The key is (message, got).
     error_by_text: dict[tuple[str, str | None], UserError] = {}
-    for record_or_error in _read_records(paths, data_set.path, max_bytes):
+    for record_or_error in _read_records(paths, data_set.key, max_bytes):
         if len(error_by_text) >= MAX_RECORD_ERRORS:
             break
         try:
@@ -310,7 +310,7 @@ def _check_records(
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninformative_warnings(data_set, records))
     if first_values is None and not error_by_text:
-        files.errors.append(empty_error(data_set.source, data_set.path))
+        files.errors.append(empty_error(data_set.source, data_set.key))
         return None
 
     # Prefer a converted record to the first one as written, which is for data without a valid record.
@@ -376,7 +376,7 @@ def _read_lines(
 
 def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
     """Yield a warning about records whose responses give no training signal."""
-    response_fields = data_set.responses
+    response_fields = data_set.response_fields
     if not response_fields:
         return
 
@@ -389,7 +389,7 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
     if locations:
         yield UserError(
             uninformative_text(locations, len(records), len(response_fields) > 1),
-            where=data_set.path,
+            where=data_set.key,
             got=f"{', '.join(response_fields)} of {len(records)} records that were read",
             fix="correct or remove the records",
         )
@@ -485,7 +485,7 @@ class TokenCounter:
         return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
 
     @cached_property
-    def chat(self) -> ConversationText | None:
+    def conversation_renderer(self) -> ConversationText | None:
         """Return the renderer of conversations as text, or None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
@@ -506,10 +506,10 @@ class TokenCounter:
     @cached_property
     def thoughts_end_tag(self) -> str | None:
         """Return the tag that closes the thoughts which rendered prompts open; None if they open none."""
-        if self.chat is None:
+        if self.conversation_renderer is None:
             return None
         with suppress(UserError):
-            return closing_thought_tag(self.chat.opening)
+            return closing_thought_tag(self.conversation_renderer.opening)
         return None
 
     def close(self) -> None:
@@ -517,7 +517,7 @@ class TokenCounter:
         if self.renderer is not None:
             self.renderer.close()
 
-    def check(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
+    def check_records(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
         """Count the tokens of a data set's records; errors of lengths and texts are added to ``files``.
 
         ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
@@ -526,7 +526,7 @@ class TokenCounter:
         records = preview.records
         token_counts: dict[int, int] = {}
         if self.tokenizer is not None:
-            token_counts = self._token_counts(data_set, records, files)
+            token_counts = self._count_tokens(data_set, records, files)
 
         too_long_indices: list[int] = []
         if data_set.limit is not None:
@@ -534,7 +534,7 @@ class TokenCounter:
                 index for index, count in token_counts.items() if count > data_set.limit
             )
         stats = DatasetStats(
-            where=data_set.path,
+            where=data_set.key,
             records=len(records),
             total=preview.count,
             tokenised=len(token_counts),
@@ -547,7 +547,7 @@ class TokenCounter:
         # With `over_long: error` one long record is an error; else only a data set without any valid record.
         if too_long_indices:
             first_index = too_long_indices[0]
-            location = f"{records[first_index].where} ({data_set.path})"
+            location = f"{records[first_index].where} ({data_set.key})"
             error = _too_long_error(data_set, stats, location, token_counts[first_index], over_long)
             all_are_counted = len(token_counts) == len(records) == preview.count
             if over_long == "error" or (all_are_counted and len(too_long_indices) == len(records)):
@@ -556,7 +556,7 @@ class TokenCounter:
                 # A few dropped records are expected, half of them are not.
                 files.warnings.append(error)
 
-        if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
+        if not data_set.key.endswith(".held_out"):  # a stage's training data has the same form
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
@@ -564,38 +564,43 @@ class TokenCounter:
         if self.tokenizer is None or not records:
             return
 
-        data = data_set.data
+        data = data_set.data_config
         uses_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
         # Warn of the template itself only once for all data sets.
         if uses_template:
-            if self.chat is None:
+            if self.conversation_renderer is None:
                 return
             end_list = ", ".join(end_texts)
             mismatch = turn_end_mismatch(self.turn_end, [*self.end_tokens], end_list, str(self.model))
             if mismatch is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield mismatch
-            end_texts = self.chat.ends
+            end_texts = self.conversation_renderer.ends
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
-        if data_set.responses and uses_template and self.thoughts_end_tag is not None:
+        if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:
             warning = unclosed_thoughts_warning(
-                records, data_set.responses, data, self.thoughts_end_tag, data_set.path
+                records, data_set.response_fields, data, self.thoughts_end_tag, data_set.key
             )
             if warning is not None:
                 yield warning
 
-        with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
-            texts = rendered_prompts(records, data, data_set.path, self.renderer)
-            yield from prompt_warnings(records, texts, data, data_set.path, end_texts, self.framing_tokens)
-            if data_set.responses:
+        with suppress(UserError):  # a record that the template refuses is an error of `_count_tokens`
+            texts = rendered_prompts(records, data, data_set.key, self.renderer)
+            yield from prompt_warnings(records, texts, data, data_set.key, end_texts, self.framing_tokens)
+            if data_set.response_fields:
                 yield from response_warnings(
-                    records, data_set.responses, data, data_set.path, self.chat, end_texts
+                    records,
+                    data_set.response_fields,
+                    data,
+                    data_set.key,
+                    self.conversation_renderer,
+                    end_texts,
                 )
 
-    def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
+    def _count_tokens(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
         """Return the number of tokens of a sample of records, by their index in ``records``.
 
         A record with several responses counts with its longest. The first record that cannot be rendered, or
@@ -612,10 +617,10 @@ class TokenCounter:
             self.remaining -= characters[index]
             record = records[index]
             try:
-                rows = self._row_texts(record, data_set)
+                rows = self._render_rows(record, data_set)
                 rows_by_index[index] = rows
                 # A broken tokenizer returns no tokens for valid prompts either, and is an error already.
-                if not record.values[data_set.data.prompt_field] or not files.errors:
+                if not record.values[data_set.data_config.prompt_field] or not files.errors:
                     first_row = rows[0]
                     self._require_tokens(first_row[0], record, data_set)
             except UserError as error:
@@ -643,29 +648,37 @@ class TokenCounter:
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
         # As in training, add no special tokens to a rendered prompt: it contains them.
-        add_special_tokens = not uses_chat_template(record, data_set.data)
+        add_special_tokens = not uses_chat_template(record, data_set.data_config)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
-            raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
+            raise no_tokens_error(prompt, f"{record.where} ({data_set.key})")
 
-    def _row_texts(self, record: Record, data_set: DataSet) -> list[list[str]]:
+    def _render_rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
         Each row is the prompt followed by one response; without responses it is only the prompt. Without a
         template, the texts are the contents of the messages.
         """
-        data = data_set.data
+        data = data_set.data_config
         if self.renderer is None and uses_chat_template(record, data):
             prompt = message_texts(prompt_messages(record, data))
-            responses = [message_texts(record.values[name]) for name in data_set.responses]
+            responses = [message_texts(record.values[name]) for name in data_set.response_fields]
         else:
-            prompt = rendered_prompts([record], data, data_set.path, self.renderer)
+            prompt = rendered_prompts([record], data, data_set.key, self.renderer)
             suggested_setting = None
             if data_set.reader.every_turn:
                 suggested_setting = "set sft.turns=last"
             end_texts = [*self.end_tokens.values()]
             responses = [
-                response_pieces(record, name, data, data_set.path, self.chat, end_texts, suggested_setting)
-                for name in data_set.responses
+                response_pieces(
+                    record,
+                    name,
+                    data,
+                    data_set.key,
+                    self.conversation_renderer,
+                    end_texts,
+                    suggested_setting,
+                )
+                for name in data_set.response_fields
             ]
 
         if not responses:
@@ -676,7 +689,7 @@ class TokenCounter:
 def _count_characters(record: Record, data_set: DataSet) -> int:
     """Return the number of characters of a record's prompt and responses together."""
     character_count = 0
-    for field_name in (data_set.data.prompt_field, *data_set.responses):
+    for field_name in (data_set.data_config.prompt_field, *data_set.response_fields):
         character_count += sum(len(text) for text in message_texts(record.values[field_name]))
     return character_count
 

@@ -344,7 +344,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     """Check the model at ``path``, which ``key`` names; return its shape, or None if not available."""
     # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
-    shipped_config = _shipped_config(inputs.shipped_models, Path(path))
+    shipped_config = _find_shipped_config(inputs.shipped_models, Path(path))
     config_file = shipped_config
     if Path(path).is_dir():
         config_file = Path(path) / "config.json"
@@ -442,7 +442,7 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
         )
 
 
-def _shipped_config(shipped_models: Path | None, path: Path) -> Path | None:
+def _find_shipped_config(shipped_models: Path | None, path: Path) -> Path | None:
     """Return the config.json in a folder of ``shipped_models`` for the model at ``path``, or None.
 
     The folder has the model's name, below its owner's or not: OWNER/NAME or NAME.
@@ -519,7 +519,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
-    data = data_set.data
+    data = data_set.data_config
     first_record = preview.first
 
     # Tools are optional in a record, so a misspelled field name only shows as a field that records lack.
@@ -527,7 +527,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     if data.tools_field is not None and data.tools_field not in first_record:
         inputs.warnings.append(
             UserError(
-                f"the first record of {data_set.path} has no tools",
+                f"the first record of {data_set.key} has no tools",
                 where=tools_key,
                 expected=f"a list in the field `{data.tools_field}` where a record has tools",
                 got=f"fields {', '.join(first_record)}",
@@ -541,7 +541,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     if uses_template is None:
         uses_template = isinstance(first_record.get(data.prompt_field), list)
         inputs.derived_templates.setdefault(template_key, uses_template)
-    inputs.uses_template[data_set.path] = uses_template
+    inputs.uses_template[data_set.key] = uses_template
 
     model_folder = Path(inputs.config.model.path)
     is_model_available = inputs.is_valid(template_key, _ACTOR_PATH) and model_folder.is_dir()
@@ -551,14 +551,14 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
                 "the tokenizer has no chat template",
                 where=template_key,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {model_folder}, and prompts of {data_set.path} that need one",
+                got=f"neither in {model_folder}, and prompts of {data_set.key} that need one",
                 fix=f"use an instruction-tuned model, or prompts that are text with {template_key}=false",
             )
         )
     elif inputs.tokens is not None and inputs.is_valid(
         "data.max_prompt_tokens", "rollout", data_set.limited_by
     ):
-        inputs.tokens.check(data_set, preview, inputs.config.data.over_long, inputs.files)
+        inputs.tokens.check_records(data_set, preview, inputs.config.data.over_long, inputs.files)
     return preview
 
 

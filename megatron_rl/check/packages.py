@@ -112,7 +112,7 @@ def _requirements(config: RunConfig) -> Iterator[_Requirement]:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():
         for evaluator_key, function in evaluation_set.functions().items():
-            functions[f"evaluation.sets.{set_name}.{key}"] = function
+            functions[f"evaluation.sets.{set_name}.{evaluator_key}"] = function
 
     for key, function in functions.items():
         module = (function or "").partition(":")[0]

@@ -154,7 +154,7 @@ def resumed_build_errors(
                 if role in layouts:
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
 
-                build = _build_facts(config.model.dtype, optimizer, adapters.get(name))
+                build = _learner_build(config.model.dtype, optimizer, adapters.get(name))
                 require_same_build(checkpoint, name, meta["roles"][name], build)
         except UserError as error:
             errors.append(error)
@@ -189,17 +189,17 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
             yield _SavedLearners(checkpoint, {plan.role: plan.settings.optimizer})
 
 
-def _build_facts(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
+def _learner_build(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
     """Return the optimizer, dtype and adapters of a learner as meta.json records them.
 
     Adapters are left out if their alpha or targets are still to be derived.
     """
-    facts: dict[str, Any] = {
+    build: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
         "dtype": dtype,
     }
     if lora is None:
-        facts["adapters"] = None
+        build["adapters"] = None
     elif lora.alpha is not None and lora.targets is not None:
-        facts["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
-    return facts
+        build["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
+    return build

@@ -137,7 +137,8 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
         return
 
     # The target is a share of a known memory.
-    if with_gpu_memory(config)[0].gpu_memory_gib is None:
+    config_with_gpu, _ = with_gpu_memory(config)
+    if config_with_gpu.gpu_memory_gib is None:
         got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
         yield UserError(
             "`batch.memory_target` is a share of a GPU's memory, and no known GPU is named",

@@ -123,7 +123,7 @@ class _UnknownEntry:
         name = self.path
         if name == self.error.path:
             name = self.error.key
-        got = f"`{name}: {_short_text(self.value)}`{source}"
+        got = f"`{name}: {_format_short_value(self.value)}`{source}"
         return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
 
@@ -142,7 +142,7 @@ class _Replacement:
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
     """Return the errors, with suggestions, that replace one `UnknownName`."""
-    section_names = _section_names(tree, error.section)
+    section_names = _split_section_path(tree, error.section)
     entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
         return _section_errors(entry)
@@ -157,7 +157,7 @@ def _value_error(entry: _UnknownEntry) -> UserError:
         return entry.as_error(
             f"`{entry.path}` is written with dots, which join names only on the command line",
             "nested names",
-            f"write `{name}: {_short_text(entry.value)}` below `{parent_lines}`",
+            f"write `{name}: {_format_short_value(entry.value)}` below `{parent_lines}`",
         )
 
     counterpart = _find_counterpart(entry)
@@ -231,7 +231,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
         if counterpart.ours is None:
             return _absent_error(entry, counterpart.reason)
         return _renamed_error(entry, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, include_misspellings=False))
+    candidates = (*_pass_through_keys(entry), *_find_keys_elsewhere(entry, include_misspellings=False))
     replacements = _valid_replacements(entry, candidates)
     if not replacements:
         return None
@@ -247,20 +247,21 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     expected = f"`{our_key}`"
     value = _translate_value(counterpart, entry.value)
     if value == REMOVED:
-        message += f", and {_short_text(entry.value)} has no effect"
+        message += f", and {_format_short_value(entry.value)} has no effect"
         return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
     replacement = _try_replacement(entry, our_key, value, counterpart.piece)
     # An override may replace a value of the file, but two lines of one file contradict each other.
-    current = None if entry.error.overrides else _written_value(entry, our_key)
+    current_value = None if entry.error.overrides else _find_written_value(entry, our_key)
 
     # The fix is a line to write, or the reason why no line is needed.
     if counterpart.conversion and value is entry.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
-    elif current is not None and current == value:
-        fix = f"remove the line: `{our_key}` is {_short_text(current)} already"
-    elif current is not None:
-        fix = f"write `{our_key}: {_short_text(value)}` instead of {_short_text(current)}, or remove the line"
+    elif current_value is not None and current_value == value:
+        fix = f"remove the line: `{our_key}` is {_format_short_value(current_value)} already"
+    elif current_value is not None:
+        line = f"{our_key}: {_format_short_value(value)}"
+        fix = f"write `{line}` instead of {_format_short_value(current_value)}, or remove the line"
     elif replacement.problems:
         problem = replacement.problems[0]
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
@@ -272,7 +273,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
 def _guess_error(entry: _UnknownEntry) -> UserError | None:
     """Return the error for a misspelling, or for a name in the wrong section; None if no key is close."""
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
-    for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
+    for candidates in (_find_sibling_keys(entry), _find_keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
             return _did_you_mean_error(entry, replacements)
@@ -354,7 +355,7 @@ def _find_key_suffix(path: str) -> OtherName | None:
     return None
 
 
-def _sibling_keys(entry: _UnknownEntry) -> list[str]:
+def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
     """Return the nearest key of the same section, in a list that is empty if no key is similar."""
     section = entry.error.section
     sibling_names = {name.partition(".")[0] for name in entry.error.below}
@@ -366,7 +367,7 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
     return [nearest_name]
 
 
-def _keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) -> list[str]:
+def _find_keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) -> list[str]:
     """Return the keys in other sections with the same name; of a key that several roles have, the actor's.
 
     ``include_misspellings`` also searches for keys with a similar name, if there is none with the same.
@@ -377,7 +378,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) 
 
     # Exact names take precedence over misspellings.
     keys_by_name: dict[str, list[str]] = {}
-    for path in (*value_paths(RunConfig), *piece_paths()):
+    for path in (*value_paths(RunConfig), *algorithm_piece_keys()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
     matching_name = None
     if name in keys_by_name:
@@ -396,7 +397,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) 
     return [key for key in keys if key.count(".") == depth]
 
 
-def piece_paths() -> list[str]:
+def algorithm_piece_keys() -> list[str]:
     """Return the key of every setting of an algorithm's named pieces (its loss and other components)."""
     keys: list[str] = []
     for section, kind in KINDS.items():
@@ -483,7 +484,7 @@ def _configuration_errors(tree: Section, key: str) -> list[UserError]:
     return errors
 
 
-def _written_value(entry: _UnknownEntry, key: str) -> Any:
+def _find_written_value(entry: _UnknownEntry, key: str) -> Any:
     """Return the value of a key in the configuration as written, or None if it is not written."""
     node = _find_node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
@@ -508,7 +509,7 @@ def _remove_name(tree: Section, names: Sequence[str]) -> None:
             _remove_name(tree, names[:-1])
 
 
-def _section_names(tree: Section, path: str) -> list[str]:
+def _split_section_path(tree: Section, path: str) -> list[str]:
     """Split the path of a section into names; a name that the user chose may itself contain dots."""
     if not path:
         return []
@@ -516,7 +517,7 @@ def _section_names(tree: Section, path: str) -> list[str]:
         if path == name:
             return [name]
         if path.startswith(f"{name}.") and isinstance(node, Section):
-            return [name, *_section_names(node, path.removeprefix(f"{name}."))]
+            return [name, *_split_section_path(node, path.removeprefix(f"{name}."))]
     return path.split(".")
 
 
@@ -539,7 +540,7 @@ def _to_node(value: Any) -> Leaf | Section:
     return Leaf(value, DEFAULT)
 
 
-def _short_text(value: Any) -> str:
+def _format_short_value(value: Any) -> str:
     """Format a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:

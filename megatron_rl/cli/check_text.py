@@ -435,7 +435,8 @@ def _data_section(report: CheckReport) -> str:
     """Return the section DATA, with a line of statistics for each data set."""
     note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
     width = max(len(stats.where) for stats in report.data_stats)
-    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
+    lines = [f"{stats.where:<{width}}  {stats.describe()}" for stats in report.data_stats]
+    return _section("DATA", note, lines)
 
 
 # ---------------------------------------------------------------- batch

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_rl.contained import filters, kernel
 from megatron_rl.contained.control_group import GROUP_MARGIN, ControlGroup
-from megatron_rl.contained.new_root import Owner, Unreadable, change_root, create_scratch
+from megatron_rl.contained.new_root import Owner, UnreadablePath, change_root, create_scratch
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, VisiblePaths
 
 GIB = 2**30
@@ -186,7 +186,7 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
         isolation.namespaces = True
     except OSError as error:
         isolation.unenforced.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
-        isolation.folder = _temporary_folder()
+        isolation.folder = _create_temporary_folder()
         return isolation
 
     if limits.get("loopback") and not limits["network"]:
@@ -197,11 +197,11 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
         kernel.make_mounts_private()
         isolation.scratch = create_scratch(memory)
     if isolation.scratch is None:
-        isolation.folder = _temporary_folder()
+        isolation.folder = _create_temporary_folder()
     return isolation
 
 
-def _temporary_folder() -> str:
+def _create_temporary_folder() -> str:
     """Create a folder on disk for temporary files, and return its path."""
     # Imported here because it takes a third of this module's import time and is seldom needed.
     import tempfile
@@ -222,9 +222,9 @@ def _create_namespaces(namespaces: int) -> Owner:
     user = os.getuid()
     group = os.getgid()
     if user == 0:
-        # Root needs no user namespace. The helper process of `_mapped_namespace` must be forked before: the
-        # next process that is forked afterwards is the first of the new namespace, which ends with it.
-        unprivileged_owner = _unprivileged_owner()
+        # Root needs no user namespace. The helper process of `_open_mapped_namespace` must be forked before:
+        # the next process that is forked afterwards is the first of the new namespace, which ends with it.
+        unprivileged_owner = _find_unprivileged_owner()
         with contextlib.suppress(PermissionError):
             kernel.unshare(namespaces)
             return unprivileged_owner or Owner(user, group)
@@ -241,18 +241,18 @@ def _create_namespaces(namespaces: int) -> Owner:
     return Owner(user, group)
 
 
-def _unprivileged_owner() -> Owner | None:
+def _find_unprivileged_owner() -> Owner | None:
     """Return an owner that no other process has, or None if this user namespace has no unused numbers."""
-    user = _unused_number(Path("/proc/self/uid_map"))
-    group = _unused_number(Path("/proc/self/gid_map"))
+    user = _find_unused_number(Path("/proc/self/uid_map"))
+    group = _find_unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
         return None
     with contextlib.suppress(OSError):
-        return Owner(user, group, _mapped_namespace(user, group))
+        return Owner(user, group, _open_mapped_namespace(user, group))
     return Owner(user, group)
 
 
-def _unused_number(file: Path) -> int | None:
+def _find_unused_number(file: Path) -> int | None:
     """Return an unused number of a user or group in the mapping of ``file``, or None if all may be in use.
 
     Each process gets a different number.
@@ -276,7 +276,7 @@ def _unused_number(file: Path) -> int | None:
     return upper_half[os.getpid() % len(upper_half)]
 
 
-def _mapped_namespace(user: int, group: int) -> int:
+def _open_mapped_namespace(user: int, group: int) -> int:
     """Return the descriptor of a user namespace that maps this process's user to ``user``.
 
     A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
@@ -382,7 +382,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
                 kernel_limits,
                 network=network,
             )
-        except Unreadable as unreadable:
+        except UnreadablePath as unreadable:
             _run_as_own_user(isolation)
             same_user = SAME_USER.format(name="root")
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")

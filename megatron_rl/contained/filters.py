@@ -155,40 +155,40 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
 
     program = [
         # A call for another machine, such as a 32-bit one, has other numbers.
-        _instruction(_LOAD, _MACHINE),
-        _instruction(_EQUAL, _MACHINES[machine], 1, 0),
-        _refuse(errno.ENOSYS),
-        _instruction(_LOAD, _NUMBER),
-        _instruction(_GREATER, _NEWEST, 0, 1),
-        _refuse(errno.ENOSYS),
+        _encode_instruction(_LOAD, _MACHINE),
+        _encode_instruction(_EQUAL, _MACHINES[machine], 1, 0),
+        _encode_refusal(errno.ENOSYS),
+        _encode_instruction(_LOAD, _NUMBER),
+        _encode_instruction(_GREATER, _NEWEST, 0, 1),
+        _encode_refusal(errno.ENOSYS),
         # The flags of clone3 are in memory, which a filter cannot read; programs fall back to clone.
-        *_if_equal(_CLONE3, [_refuse(errno.ENOSYS)]),
+        *_encode_if_equal(_CLONE3, [_encode_refusal(errno.ENOSYS)]),
     ]
 
     for numbers in _REFUSED.values():
         number = numbers[machine_column]
         if number is not None:
-            program += _if_equal(number, [_refuse(errno.EPERM)])
+            program += _encode_if_equal(number, [_encode_refusal(errno.EPERM)])
 
     # Calls of clone may start processes and threads, but not create namespaces.
     clone_block = [
-        _instruction(_LOAD, _FIRST_ARGUMENT),
-        _instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
-        _refuse(errno.EPERM),
-        _allow(),
+        _encode_instruction(_LOAD, _FIRST_ARGUMENT),
+        _encode_instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
+        _encode_refusal(errno.EPERM),
+        _encode_allowance(),
     ]
-    program += _if_equal(_CLONE[machine_column], clone_block)
+    program += _encode_if_equal(_CLONE[machine_column], clone_block)
 
-    terminal_block = [_instruction(_LOAD, _SECOND_ARGUMENT)]
+    terminal_block = [_encode_instruction(_LOAD, _SECOND_ARGUMENT)]
     for request in (_TYPE_INTO_TERMINAL, _TERMINAL_SELECTION):
-        terminal_block += _if_equal(request, [_refuse(errno.EPERM)])
-    program += _if_equal(_IOCTL[machine_column], [*terminal_block, _allow()])
+        terminal_block += _encode_if_equal(request, [_encode_refusal(errno.EPERM)])
+    program += _encode_if_equal(_IOCTL[machine_column], [*terminal_block, _encode_allowance()])
 
-    socket_block = [_instruction(_LOAD, _FIRST_ARGUMENT)]
+    socket_block = [_encode_instruction(_LOAD, _FIRST_ARGUMENT)]
     for socket_family in socket_families:
-        socket_block += _if_equal(socket_family, [_allow()])
-    program += _if_equal(_SOCKET[machine_column], [*socket_block, _refuse(socket_error)])
-    program.append(_allow())
+        socket_block += _encode_if_equal(socket_family, [_encode_allowance()])
+    program += _encode_if_equal(_SOCKET[machine_column], [*socket_block, _encode_refusal(socket_error)])
+    program.append(_encode_allowance())
 
     # struct sock_fprog: number and address of the instructions, which must exist until the call returns.
     instructions = ctypes.create_string_buffer(b"".join(program))
@@ -274,7 +274,7 @@ def _apply_landlock_rules(
         os.close(ruleset)
 
 
-def _instruction(
+def _encode_instruction(
     code: int,
     value: int,
     skip_if_true: int = 0,
@@ -287,16 +287,16 @@ def _instruction(
     return struct.pack("HBBI", code, skip_if_true, skip_if_false, value)
 
 
-def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
+def _encode_if_equal(value: int, block: list[bytes]) -> list[bytes]:
     """Encode instructions that skip ``block`` unless the loaded word is ``value``."""
-    return [_instruction(_EQUAL, value, 0, len(block)), *block]
+    return [_encode_instruction(_EQUAL, value, 0, len(block)), *block]
 
 
-def _refuse(error_number: int) -> bytes:
+def _encode_refusal(error_number: int) -> bytes:
     """Encode the instruction that makes the system call fail with an error number."""
-    return _instruction(_RETURN, _ERROR | error_number)
+    return _encode_instruction(_RETURN, _ERROR | error_number)
 
 
-def _allow() -> bytes:
+def _encode_allowance() -> bytes:
     """Encode the instruction that allows the system call."""
-    return _instruction(_RETURN, _ALLOW)
+    return _encode_instruction(_RETURN, _ALLOW)

@@ -37,7 +37,7 @@ _PASSWD = "root:x:0:0::/:/bin/sh\nuser:x:{user}:{group}::{home}:/bin/sh\n"
 _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
-class Unreadable(Exception):
+class UnreadablePath(Exception):
     """Error for a visible path that the user of contained code cannot read, or cannot write if it should."""
 
 
@@ -91,8 +91,8 @@ def change_root(
 
     ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
     since some of its files are settings of the machine. Returns the reason why /proc shows the processes of
-    the whole machine, or None if it shows only the namespace's processes. Raises `Unreadable` before anything
-    has changed, and OSError if the kernel refuses a step.
+    the whole machine, or None if it shows only the namespace's processes. Raises `UnreadablePath` before
+    anything has changed, and OSError if the kernel refuses a step.
     """
     folder = os.getcwd()
 
@@ -191,7 +191,7 @@ def _set_tree_attributes(
 
     # Without a mapping of owners, the files may appear to belong to a different user.
     if owner is not None and owner.user != os.getuid() and not _can_access(descriptor, owner, attributes):
-        raise Unreadable(path)
+        raise UnreadablePath(path)
 
 
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:

@@ -295,12 +295,12 @@ def serve_nothing(
 
 
 class ProcessHolder(Protocol):
-    """Object, such as a reward worker, with a contained process that `kill_all` can end."""
+    """Object, such as a reward worker, with a contained process that `kill_processes` can end."""
 
     process: ContainedProcess
 
 
-def kill_all(holders: Iterable[ProcessHolder]) -> None:
+def kill_processes(holders: Iterable[ProcessHolder]) -> None:
     """End the contained process of each holder, with all processes that it started."""
     for holder in holders:
         holder.process.kill()

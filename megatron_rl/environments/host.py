@@ -35,7 +35,7 @@ from megatron_rl.contained.process import (
     LoadFailed,
     Requests,
     format_error,
-    kill_all,
+    kill_processes,
     load_callable,
     set_module_sources,
 )
@@ -219,7 +219,7 @@ class EnvironmentPool:
         self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
         # Processes must not outlive this object, even if it is not closed.
-        self._finalizer = weakref.finalize(self, kill_all, self._hosts)
+        self._finalizer = weakref.finalize(self, kill_processes, self._hosts)
 
         try:
             unenforced = [self._start_process() for _ in range(config.workers)]

@@ -512,7 +512,7 @@ def write_index(
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
+def read_checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     """Return the shapes of a model's tensors by Hugging Face name.
 
     ``path`` is the model's folder, which contains the tensors or a pointer to a Megatron checkpoint.

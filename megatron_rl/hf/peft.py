@@ -9,7 +9,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.hf.files import CheckpointFiles
-from megatron_rl.hf.weights import fingerprint
+from megatron_rl.hf.weights import compute_fingerprint
 from megatron_rl.megatron.lora import adapter_boxes, attach_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.shapes.lora import PEFT_PREFIX, PEFT_WEIGHTS
@@ -44,7 +44,7 @@ def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
 
     def read_checksum() -> str | None:
         if is_reader:
-            return fingerprint(path, dtype)
+            return compute_fingerprint(path, dtype)
         return None
 
     # Collective, so every rank calls it; only the first rank has a result.

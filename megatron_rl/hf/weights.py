@@ -30,7 +30,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
 MAX_SAMPLED_TENSORS = 64
-"""Largest number of tensors of which `fingerprint` reads a row, so that it takes seconds for any model."""
+"""Largest number of tensors of which `compute_fingerprint` reads a row, so that it takes only seconds."""
 _COMPARED_ROWS = 8192
 """Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
@@ -201,7 +201,7 @@ def _read_parameters(
             count_progress("tensors read")
 
 
-def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
+def compute_fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     """Return a checksum over one row, converted to ``dtype``, of each of up to `MAX_SAMPLED_TENSORS` tensors.
 
     It does not depend on the format of the checkpoint or on its division into files.

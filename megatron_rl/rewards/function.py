@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import describe_exceeded_limit
-from megatron_rl.contained.process import kill_all
+from megatron_rl.contained.process import kill_processes
 from megatron_rl.errors import UserError, out_of_range
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import worker as worker_process
@@ -189,7 +189,7 @@ class FunctionReward:
         self._workers: list[Worker] = []
         self._start_failure = ""
         """Reason why the last attempt to replace a worker failed."""
-        self._finalizer = weakref.finalize(self, kill_all, self._workers)
+        self._finalizer = weakref.finalize(self, kill_processes, self._workers)
 
         try:
             # Start all processes before waiting for the first, so that they import concurrently.

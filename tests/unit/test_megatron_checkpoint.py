@@ -24,7 +24,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export_model
-from megatron_rl.hf.files import CheckpointFiles, checkpoint_shapes
+from megatron_rl.hf.files import CheckpointFiles, read_checkpoint_shapes
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.hf.peft import add_adapters
 from megatron_rl.hf.weights import load_weights
@@ -134,7 +134,7 @@ def test_a_written_checkpoint_is_read_again(family, tmp_path):
     config, errors = opened(tmp_path / "saved", tmp_path / ("none" if derived else "hf"), tmp_path / "run")
     assert not errors
     before, after = CheckpointFiles(tmp_path / "hf"), MegatronFiles(config.model.path)
-    assert checkpoint_shapes(config.model.path) == before.shapes()  # what vLLM's weights are traced by
+    assert read_checkpoint_shapes(config.model.path) == before.shapes()  # what vLLM's weights are traced by
     assert after.checkpoint.iteration == 7 and after.names() == before.names()
     for name in before.names():
         shape = before.shape(name)

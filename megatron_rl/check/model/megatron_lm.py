@@ -22,7 +22,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.errors import UserError, UserErrors, requires, single_errors
-from megatron_rl.interop.megatron_lm.arguments import derive_arguments, contradiction_errors, derive_config
+from megatron_rl.interop.megatron_lm.arguments import contradiction_errors, derive_arguments, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
@@ -74,7 +74,7 @@ def with_megatron_models(
 
     origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
-    for section, path in _megatron_checkpoints(config).items():
+    for section, path in _find_megatron_checkpoints(config).items():
         if f"{section}.path" in broken:
             continue
         if allow_missing and not Path(path).exists():
@@ -105,7 +105,7 @@ def with_megatron_models(
     export_error = _export_error(config, folders)
     if export_error is not None:
         errors["checkpoint.megatron"] = [export_error]
-    return _with_paths(config, folders), origins, errors
+    return _with_model_paths(config, folders), origins, errors
 
 
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
@@ -151,7 +151,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
         yield replace(error, where="model.provider", fix=fix)
 
 
-def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
+def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return the path of each configured Megatron checkpoint: section -> path.
 
     The actor's is under ``model``.
@@ -166,7 +166,7 @@ def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     return checkpoints
 
 
-def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
     """Return the configuration with new paths of models; ``folders``: section -> its new ``path``."""
 
     def replace_path(name: str, section: Any) -> Any:
@@ -227,7 +227,7 @@ def _write_model_folder(
     checkpoint = read_checkpoint(_find_starting_checkpoint(config, checkpoint_path, folder), key)
 
     # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
-    tokenizer_folder = _tokenizer_folder(config, checkpoint, key)
+    tokenizer_folder = _find_tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
     if tokenizer_folder is not None and (tokenizer_folder / "config.json").is_file():
@@ -314,7 +314,7 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
     return checkpoint_folder
 
 
-def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
+def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raises UserError if the actor has none.
 
     It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's

@@ -88,7 +88,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | N
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
-    for setting, text, encoded in _encoded_stops(path, rollout):
+    for setting, text, encoded in _encode_stop_texts(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
             yield error
@@ -98,7 +98,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
 
 def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
     """Return whether a response of the model at ``path`` may end at a text of several tokens."""
-    return any(len(encoded.tokens) > 1 for _, _, encoded in _encoded_stops(path, rollout))
+    return any(len(encoded.tokens) > 1 for _, _, encoded in _encode_stop_texts(path, rollout))
 
 
 class _EncodedText(NamedTuple):
@@ -112,7 +112,7 @@ class _EncodedText(NamedTuple):
     """Text that the tokens decode to."""
 
 
-def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
+def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
     """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)

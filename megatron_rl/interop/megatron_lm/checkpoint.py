@@ -19,8 +19,8 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     arrange_parameters,
-    module_orders,
     mismatched_buffers_error,
+    possible_implementations,
     writer_layout,
 )
 from megatron_rl.interop.megatron_lm.pickles import (
@@ -163,9 +163,15 @@ class MegatronCheckpoint:
         # Several implementations of the layers may fit; the values of the master weights decide later.
         arrangements = []
         errors = []
-        for order in module_orders(self.arguments, shape):
+        for implementation in possible_implementations(self.arguments, shape):
             try:
-                arrangement = arrange_parameters(self.arguments, shape, vocabulary_rows, bucket_sizes, order)
+                arrangement = arrange_parameters(
+                    self.arguments,
+                    shape,
+                    vocabulary_rows,
+                    bucket_sizes,
+                    implementation,
+                )
                 arrangements.append(arrangement)
             except UserError as error:
                 errors.append(error)

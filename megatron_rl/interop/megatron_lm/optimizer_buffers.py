@@ -51,8 +51,8 @@ _PARAMETER_NAMES = ("layer_norm_weight", "gate_weight", "weight", "bias")
 """The parameters of a module, in the order in which Megatron registers them."""
 
 
-class Order(NamedTuple):
-    """Implementation of a layer's modules, which determines the order of its parameters."""
+class LayerImplementation(NamedTuple):
+    """Implementation of a layer's modules, which determines the order of the layer's parameters."""
 
     fused: bool
     """Whether norms are part of the linear layers that follow them, as in Transformer Engine."""
@@ -105,7 +105,7 @@ class _Model:
     """Number of rows of the padded vocabulary."""
     layout: ParallelLayout
     """Layout that wrote the checkpoint."""
-    order: Order
+    implementation: LayerImplementation
     """Implementation of the layers."""
 
 
@@ -131,15 +131,15 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     )
 
 
-def module_orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
+def possible_implementations(arguments: Mapping[str, Any], shape: ModelShape) -> list[LayerImplementation]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments do not determine the implementation, since they do not include a user's own layer specs.
     """
-    plain = Order(fused=False, grouped=False)
-    fused = [Order(fused=True, grouped=False)]
+    plain = LayerImplementation(fused=False, grouped=False)
+    fused = [LayerImplementation(fused=True, grouped=False)]
     if shape.experts:
-        fused.insert(0, Order(fused=True, grouped=True))
+        fused.insert(0, LayerImplementation(fused=True, grouped=True))
 
     if arguments.get("transformer_impl") == "local":
         return [plain, *fused]
@@ -151,7 +151,7 @@ def arrange_parameters(
     shape: ModelShape,
     vocabulary_rows: int,
     bucket_sizes: Mapping[Bucket, int],
-    order: Order,
+    implementation: LayerImplementation,
 ) -> list[FlatParameter]:
     """Return the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
 
@@ -171,7 +171,7 @@ def arrange_parameters(
         raise mismatched_buffers_error(f"{error.message}: {error.expected}", str(error.got)) from error
 
     # Lay out the buffers of each group of ranks with the same parameters.
-    model = _Model(shape, vocabulary_rows, layout, order)
+    model = _Model(shape, vocabulary_rows, layout, implementation)
     arrangement: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
     has_separate_experts = any(bucket.part for bucket in bucket_sizes)
@@ -282,8 +282,8 @@ def _layer_parameters(
     if not weight.expert:
         # Transformer Engine fuses a norm into the linear layer that follows it, if there is one.
         name = weight.name
-        modules = {_module_of(sibling.name) for sibling in model.shape.weights(layer)}
-        if model.order.fused and _module_of(weight.fused) in modules:
+        modules = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
+        if model.implementation.fused and _module_name(weight.fused) in modules:
             name = weight.fused
 
         module, _, parameter = name.rpartition(".")
@@ -300,7 +300,7 @@ def _layer_parameters(
     for expert in range(model.shape.experts // model.layout.expert):
         name = weight.name
         expert_order = (expert, linear_index)
-        if model.order.grouped:
+        if model.implementation.grouped:
             name = weight.fused or weight.name
             expert_order = (linear_index, expert)
 
@@ -313,7 +313,7 @@ def _layer_parameters(
         yield sort_key, _shard_parameter(model, name, weight, expert_tensor_rank, is_replica)
 
 
-def _module_of(name: str) -> str:
+def _module_name(name: str) -> str:
     """Return the module of a parameter, by its name in the layer."""
     return name.rpartition(".")[0]
 
@@ -338,7 +338,7 @@ def _shard_parameter(
     # Megatron-LM pads the vocabulary to its own multiple of rows.
     if weight.cut == "vocabulary":
         shape = (model.vocabulary_rows // shard_count, *complete_shape[1:])
-    elif weight.cut == "latent" and model.order.fused:
+    elif weight.cut == "latent" and model.implementation.fused:
         # Transformer Engine's layers replicate the projections to latents.
         shape = complete_shape
 

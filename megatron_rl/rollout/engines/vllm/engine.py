@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
-    host_arguments,
     chunked_prefill_errors,
+    host_arguments,
     sampling_arguments,
 )
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, requires
-from megatron_rl.hf.files import checkpoint_shapes
+from megatron_rl.hf.files import read_checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
@@ -103,7 +103,7 @@ class LiveWeights:
         if self._map is None:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
-                shapes = checkpoint_shapes(shapes)
+                shapes = read_checkpoint_shapes(shapes)
             with self._packed.unpacked(), without_wrappers(self._model):
                 self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
