@@ -183,7 +183,7 @@ def with_an_index_of_other_folders(model: Path) -> None:
     ("damage", "message", "fix"),
     [
         (without_a_tensor, "the weights do not belong to the model", "set tie_word_embeddings"),
-        (with_another_shape, "the tensor model.norm.weight has another shape", "config.json that belongs"),
+        (with_another_shape, "the shape of the tensor model.norm.weight", "config.json that belongs"),
         (with_an_adapter, "the weights do not belong to the model", "saved from this architecture"),
         (in_eight_bits, "the weights are quantised", "use the original checkpoint"),
         (with_an_index_of_other_tensors, "tensors that the files do not contain", "index and weight files"),
