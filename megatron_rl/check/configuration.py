@@ -163,7 +163,7 @@ class _Check:
 
     Attributes:
         config: The configuration that is checked.
-        launched: Number of processes that the launcher started, or None without a launcher.
+        launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
         untried: Warnings that Megatron did not validate its settings.
@@ -175,7 +175,7 @@ class _Check:
     """
 
     config: RunConfig
-    launched: int | None
+    launched_processes: int | None
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     untried: list[UserError] = field(default_factory=list)
@@ -463,9 +463,9 @@ def _check_world_size(check: _Check) -> int:
     With an invalid size or invalid layouts it is 1.
     """
     config = check.config
-    check.add(check_world(config, check.launched))
+    check.add(check_world(config, check.launched_processes))
     # The configured size wins: against another number of processes every layout would seem wrong.
-    world_size = config.world_size or check.launched
+    world_size = config.world_size or check.launched_processes
     if world_size is not None and 1 <= world_size <= MAX_WORLD:
         return world_size
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):

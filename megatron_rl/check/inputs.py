@@ -35,7 +35,7 @@ from megatron_rl.check.rewards import (
     best_metric_errors,
     check_enforcement,
     check_limits,
-    check_not_hidden,
+    check_not_redacted,
     check_reward,
     check_servers,
     check_teacher_server,
@@ -178,7 +178,7 @@ def check_inputs(inputs: Inputs) -> None:
     # Contained code, the environment, and secrets that were copied from a run folder in their hidden form.
     _check_containment(inputs)
     _check_environment(inputs)
-    inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
+    inputs.errors.extend(check_not_redacted("rollout.vllm", config.rollout.vllm))
 
     # The run folder, and the checkpoint to resume from.
     if inputs.is_valid("run_dir"):
@@ -316,7 +316,7 @@ def _check_environment(inputs: Inputs) -> None:
     if inputs.config.job != TRAIN or environment is None or not inputs.is_valid("rollout.environment"):
         return
     # A redacted value, copied from the configuration in a run folder, cannot be used to load the environment.
-    redaction_errors = check_not_hidden("rollout.environment", environment.settings)
+    redaction_errors = check_not_redacted("rollout.environment", environment.settings)
     inputs.errors.extend(redaction_errors or environment_errors(environment))
     inputs.errors.extend(check_tool_parser(environment.tool_parser))
 

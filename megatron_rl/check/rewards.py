@@ -60,7 +60,7 @@ class FunctionRef(NamedTuple):
     """Function that a configuration names, and the arguments that it will be called with.
 
     Example:
-        >>> FunctionRef("rewards.py:score", "reward.function", extra=("bonus",)).noun
+        >>> FunctionRef("rewards.py:score", "reward.function", extra_arguments=("bonus",)).noun
         'reward function'
     """
 
@@ -68,13 +68,13 @@ class FunctionRef(NamedTuple):
     """``module:function`` or ``path/to/file.py:function``."""
     key: str
     """The key that names the function."""
-    extra: tuple[str, ...] = ()
+    extra_arguments: tuple[str, ...] = ()
     """Further arguments of each call: from the configuration, or of this kind of function only."""
     accepts_group: bool = True
     """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
     """Names of the arguments that a run passes in every call."""
-    optional: tuple[str, ...] = (TURNS, TOKENS)
+    optional_arguments: tuple[str, ...] = (TURNS, TOKENS)
     """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
     """Whether all ``arguments`` are passed; by default only those that the function has a parameter for."""
@@ -91,13 +91,15 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
     if reward.function is not None:
         errors += _argument_errors(reward)
         if not errors:
-            function = FunctionRef(reward.function, "reward.function", extra=tuple(reward.arguments))
+            function = FunctionRef(
+                reward.function, "reward.function", extra_arguments=tuple(reward.arguments)
+            )
             errors += check_function(function)
 
     # An LLM judge: the parser of its answers, and the function that writes its prompts.
     if reward.judge is not None:
         parser = FunctionRef(
-            reward.judge.parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False
+            reward.judge.parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False
         )
         errors += check_function(parser)
 
@@ -157,7 +159,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
     # A reserved name would replace an argument of the call.
     reserved_names = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved_names:
-        return check_not_hidden("reward.arguments", reward.arguments)
+        return check_not_redacted("reward.arguments", reward.arguments)
     return [
         UserError(
             f"reserved argument name: the run passes {name} itself",
@@ -170,7 +172,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
     ]
 
 
-def check_not_hidden(key: str, value: Any) -> list[UserError]:
+def check_not_redacted(key: str, value: Any) -> list[UserError]:
     """Return the error for a value that is redacted, copied from the stored configuration of a run."""
     if not is_hidden(value):
         return []
@@ -324,16 +326,16 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     arguments = list(function.arguments)
     if takes_group and "response" in arguments:
         arguments[arguments.index("response")] = GROUP
-    arguments += function.extra
+    arguments += function.extra_arguments
 
     # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
     refused_names: list[str] = []
     if parameters.kwarg is None:
-        passed_names = function.extra
+        passed_names = function.extra_arguments
         if function.passes_all:
             passed_names = tuple(arguments)
         refused_names = [name for name in passed_names if name not in accepted_names]
-    unsupplied_names = sorted(required_names - {*arguments, *function.optional})
+    unsupplied_names = sorted(required_names - {*arguments, *function.optional_arguments})
     if not refused_names and not unsupplied_names:
         return []
 
@@ -344,7 +346,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     if unsupplied_names:
         problems.append(f"it requires {', '.join(unsupplied_names)}")
 
-    expected = f"parameters among {', '.join((*arguments, *function.optional))}"
+    expected = f"parameters among {', '.join((*arguments, *function.optional_arguments))}"
     if function.passes_all:
         expected = f"parameters for the call {node.name}({', '.join(f'{name}=' for name in arguments)})"
     return [
@@ -382,19 +384,19 @@ class _ContainedFunction(NamedTuple):
     """The key that names the function."""
     returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
-    extra: Sequence[str] = ()
+    extra_arguments: Sequence[str] = ()
     """Arguments of the function's calls in addition to those of every reward function."""
     accepts_group: bool = True
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def try_loading(self) -> list[UserError]:
         """Load the function in a contained process as a run does; return the errors of loading it."""
-        return loading_errors(self.config, self.key, self.returns_text, self.extra)
+        return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
         """Return the errors for the function's source, which other rules report."""
-        extra = (*self.config.arguments, *self.extra)
-        function = FunctionRef(self.config.function or "", self.key, extra, self.accepts_group)
+        extra_arguments = (*self.config.arguments, *self.extra_arguments)
+        function = FunctionRef(self.config.function or "", self.key, extra_arguments, self.accepts_group)
         return check_function(function)
 
 
@@ -438,7 +440,7 @@ def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
     # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
-    yield _ContainedFunction(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
+    yield _ContainedFunction(parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False)
     if is_function(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
         yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)

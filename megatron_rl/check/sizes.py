@@ -28,24 +28,24 @@ constant.
 _GIB = 2**30
 
 
-def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
+def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[UserError]:
     """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
-    if launched is not None and not 1 <= launched <= MAX_WORLD:
+    if launched_processes is not None and not 1 <= launched_processes <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
-        yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
+        yield out_of_range("world size", launched_processes, f"1 to {MAX_WORLD} processes", fix=fix)
         return
 
     # Without an explicit world size any number of processes is the user's intention.
-    if launched is None or config.world_size is None or launched == config.world_size:
+    if launched_processes is None or config.world_size is None or launched_processes == config.world_size:
         return
-    processes = "1 process" if launched == 1 else f"{launched} processes"
+    processes = "1 process" if launched_processes == 1 else f"{launched_processes} processes"
     yield UserError(
         "the number of processes is not `world_size`",
         where="world_size",
         expected=f"{config.world_size} processes, as in world_size",
         got=processes,
         fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
-        f"world_size={launched}, or remove world_size",
+        f"world_size={launched_processes}, or remove world_size",
     )
 
 

@@ -50,7 +50,7 @@ class ControlGroup:
             if parent is None:
                 continue
 
-            _remove_abandoned(parent)
+            _remove_abandoned_groups(parent)
             if _create_group(parent / name, limits):
                 self._folders[controller] = parent / name
 
@@ -88,7 +88,7 @@ class ControlGroup:
                     time.sleep(_RETRY_SECONDS)
 
 
-def _remove_abandoned(parent: Path) -> None:
+def _remove_abandoned_groups(parent: Path) -> None:
     """Remove groups whose supervisor, the process in their name, was killed before it removed them."""
     for folder in parent.glob(f"{_NAME_PREFIX}*"):
         supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]

@@ -126,7 +126,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
         "model.provider",
         accepts_group=False,
         arguments=REQUIRED_ARGUMENTS,
-        optional=optional_arguments,
+        optional_arguments=optional_arguments,
         passes_all=True,
     )
     yield from check_function(provider)
@@ -137,7 +137,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             "model.weights",
             accepts_group=False,
             arguments=(),
-            optional=(),
+            optional_arguments=(),
             passes_all=True,
         )
         yield from check_function(weight_table)
