@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
-from megatron_rl.errors import UserError, requires
+from megatron_rl.errors import UserError, requirement_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,7 +255,7 @@ class Grpo(GroupAdvantage):
     def contradictions(self, path: str) -> Iterator[UserError]:
         """Yield the error for ``scale_over`` without a division by the standard deviation."""
         if self.scale_over != "group" and not self.scale_by_std:
-            yield requires(
+            yield requirement_error(
                 f"{path}.scale_over",
                 self.scale_over,
                 "scale_by_std: true",

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
 from megatron_rl.config.source import describe, one_line
 from megatron_rl.errors import UserError, UserErrors, nearest, single_errors
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 # Megatron's settings that make a forward pass in training differ from one in evaluation mode.
 _RANDOM_SETTINGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
@@ -196,7 +196,7 @@ def preference_function(loss: str, key: str) -> Any:
     if ":" not in loss:
         return None
 
-    function = load_path(loss, key)
+    function = load_object(loss, key)
     if not callable(function) or isinstance(function, type):
         raise UserError(
             f"{loss} is not a function",
@@ -219,7 +219,7 @@ def _load_algorithm(name: str) -> Algorithm:
     if ":" not in name:
         raise _unknown_name("algorithm", name, ALGORITHMS, key)
 
-    algorithm = load_path(name, key)
+    algorithm = load_object(name, key)
     if not isinstance(algorithm, Algorithm):
         raise UserError(
             f"{name} is not an Algorithm",
@@ -272,7 +272,7 @@ def _load_piece(
         return kind.named[piece_name]
     if not isinstance(piece_name, str) or ":" not in piece_name:
         raise _unknown_name(kind_name, piece_name, kind.named, key)
-    return user_piece(load_path(piece_name, key), kind, piece_name, key)
+    return user_piece(load_object(piece_name, key), kind, piece_name, key)
 
 
 def _with_settings(

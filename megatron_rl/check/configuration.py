@@ -84,7 +84,7 @@ from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
 from megatron_rl.config.token_budget import estimated_tokens
-from megatron_rl.errors import UserError, UserErrors, out_of_range
+from megatron_rl.errors import UserError, UserErrors, range_error
 from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape
@@ -470,7 +470,7 @@ def _check_world_size(check: _Check) -> int:
     if world is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
         fix = "lower the parallel sizes of actor, reference and rollout"
-        check.add_invalid([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.add_invalid([range_error("actor.layout", smallest_world(config), expected, fix=fix)])
         check.invalid.add("world_size")
         return 1
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.hub import HubCopy
-from megatron_rl.errors import UserError, neighbours
+from megatron_rl.errors import UserError, describe_missing_path
 
 
 @dataclass
@@ -55,7 +55,11 @@ class Files:
             fix = f"make it with: {command}"
 
         error = UserError(
-            message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
+            message,
+            where=key,
+            expected=expected,
+            got=describe_missing_path(path),
+            fix=fix or "correct the path",
         )
 
         if self.allow_missing:

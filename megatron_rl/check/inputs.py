@@ -67,7 +67,7 @@ from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
 from megatron_rl.environments.host import environment_errors
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained
@@ -153,7 +153,7 @@ def check_paths(config: RunConfig) -> Iterator[UserError]:
             except OSError as error:  # any other one is reported by the rule that reads the file
                 if error.errno == errno.ENAMETOOLONG:
                     got = f"{path[:60]}... ({len(path):,} characters)"
-                    yield out_of_range(key, got, "a path that this system accepts", fix=f"correct {key}")
+                    yield range_error(key, got, "a path that this system accepts", fix=f"correct {key}")
 
 
 def check_inputs(inputs: Inputs) -> None:

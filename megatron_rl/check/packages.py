@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.errors import UserError, not_installed, unknown_choice
+from megatron_rl.errors import UserError, not_installed_error, unknown_choice
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -74,7 +74,7 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each optional package that the configuration needs and this machine lacks."""
     for requirement in _requirements(config):
         if find_spec(requirement.package) is None:
-            yield not_installed(
+            yield not_installed_error(
                 f"the package {requirement.package}",
                 requirement.path,
                 purpose=requirement.value,

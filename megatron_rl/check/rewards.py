@@ -39,11 +39,11 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.errors import UserError, nearest, out_of_range, requires, unknown_choice
-from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice
+from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
-from megatron_rl.user_code import find_module, missing_file
+from megatron_rl.user_code import find_module, missing_python_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 """Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
@@ -124,7 +124,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
     if filters.min_tokens > max_response:
         fix = "lower it, or raise rollout.max_response_tokens"
         expected = f"at most {max_response}, the longest response"
-        errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
+        errors.append(range_error("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
     if filters.refill:
         errors += _refill_errors(config)
     return errors
@@ -172,7 +172,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 def check_not_hidden(key: str, value: Any) -> list[UserError]:
     """Return the error for a value that is redacted, copied from the stored configuration of a run."""
-    if not is_hidden(value):
+    if not contains_hidden(value):
         return []
     return [
         UserError(
@@ -195,7 +195,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
-            return [missing_file(location, function.key, f"file of the {function.noun}")]
+            return [missing_python_file(location, function.key, f"file of the {function.noun}")]
         if not path.is_file() or path.suffix != ".py":
             return [_not_python_error(function, path)]
     else:
@@ -739,7 +739,9 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
         if config.evaluation.patience is not None:
             fix = "set checkpoint.best=eval/NAME/accuracy, or remove evaluation.patience"
             patience = config.evaluation.patience
-            yield requires("evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix)
+            yield requirement_error(
+                "evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix
+            )
         return
 
     # An evaluator that returns several numbers has a metric for each, whose name begins with the evaluator's.
@@ -754,10 +756,11 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
 
     if not metrics:
         fix = "add a set to evaluation.sets, or remove checkpoint.best"
-        yield requires("checkpoint.best", best, "an evaluation set that measures it", got="none", fix=fix)
+        condition = "an evaluation set that measures it"
+        yield requirement_error("checkpoint.best", best, condition, got="none", fix=fix)
         return
     yield unknown_choice(
-        "checkpoint.best", best, metrics, otherwise="name a metric of a set in evaluation.sets"
+        "checkpoint.best", best, metrics, fallback_fix="name a metric of a set in evaluation.sets"
     )
 
 

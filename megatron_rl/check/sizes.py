@@ -13,7 +13,7 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.response_limits import AUTO
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
@@ -32,7 +32,7 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
     """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
-        yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
+        yield range_error("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
         return
 
     # Without an explicit world size any number of processes is the user's intention.
@@ -103,7 +103,7 @@ def check_top_tokens(algorithm: Algorithm, shape: ModelShape) -> Iterator[UserEr
     """Yield the error for a distillation over more tokens than the actor's vocabulary has."""
     count = algorithm.distillation.top_tokens
     if count > shape.vocab:
-        yield out_of_range(
+        yield range_error(
             "algorithm.distillation.k",
             count,
             f"at most {shape.vocab}, the tokens of the model",

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.records import source_text
-from megatron_rl.errors import UserError, requires, single_errors
+from megatron_rl.errors import UserError, requirement_error, single_errors
 from megatron_rl.shapes.model import ModelShape
 
 SMOOTHED = ("sigmoid", "robust")
@@ -55,7 +55,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
     if settings.until_loss is not None and settings.held_out is None:
         fix = f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50"
         path = f"{plan.where}.until_loss"
-        yield requires(path, settings.until_loss, "held-out data", got="none", fix=fix)
+        yield requirement_error(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
     # A stage trains the actor's own model, whose gradient buffers are allocated for one kind of optimizer.
     distributed = config.actor.optimizer.distributed

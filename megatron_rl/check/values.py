@@ -22,7 +22,7 @@ from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import RolloutConfig, limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.errors import UserError, exclusive, nearest, requires, single_errors
+from megatron_rl.errors import UserError, exclusive_error, nearest, requirement_error, single_errors
 
 _CHANGES_DISTRIBUTION = (
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "banned_tokens", "min_response_tokens",
@@ -78,7 +78,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
         return
     if config.teacher is None or config.teacher.path is None:
         # The actor's own model would be its teacher.
-        yield requires(
+        yield requirement_error(
             "algorithm.distillation",
             type(algorithm.distillation).__name__,
             "teacher.path, a checkpoint with the actor's tokenizer",
@@ -90,7 +90,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for a teacher's server: a second teacher, or sampling that it does not compute."""
     if config.teacher is not None:
-        yield exclusive(
+        yield exclusive_error(
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
         )
 
@@ -332,7 +332,9 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
             fix="make data.train one of the sources, or remove one of the two",
         )
     if data.weights and not data.sources:
-        yield requires("data.weights", "weights", "data.sources", got="none", fix="remove data.weights")
+        yield requirement_error(
+            "data.weights", "weights", "data.sources", got="none", fix="remove data.weights"
+        )
 
     for steps, weights in data.weights.items():
         yield from _weight_errors(steps, weights, list(data.sources))
@@ -398,12 +400,13 @@ def _template_argument_errors(
             continue
         if fields_of(config.data, section, path).chat_template is False:
             fix = f"set {path}.chat_template=true, or remove {path}.{name}"
-            yield requires(f"{path}.{name}", value, "the chat template", got="chat_template=false", fix=fix)
+            got = "chat_template=false"
+            yield requirement_error(f"{path}.{name}", value, "the chat template", got=got, fix=fix)
         # Later turns are rendered without the arguments, and would not continue the prompt.
         if name == "chat_template_kwargs" and config.rollout.environment is not None:
             fix = f"remove {path}.{name}, or write the value into the chat template of model.path"
             got = "rollout.environment"
-            yield requires(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
+            yield requirement_error(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
 
     # The renderer passes values of these names itself; they would silently replace the user's arguments.
     reserved = sorted(

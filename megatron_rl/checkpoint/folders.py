@@ -84,7 +84,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
-        return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+        return durable.full_disk_error(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
 
     # torch's writer reports its position instead of the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
@@ -216,8 +216,8 @@ class PendingCheckpoint:
             for write in self._writes:
                 write.run()
             names = [path.relative_to(self.partial).as_posix() for path in self._files]
-            # `durable.digests` flushes each file to the disk before it reads it.
-            self._digests = durable.digests(self.partial, names)
+            # `durable.compute_digests` flushes each file to the disk before it reads it.
+            self._digests = durable.compute_digests(self.partial, names)
         except Exception as error:
             self._failure = error
 
@@ -241,7 +241,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
     def compute_rank_digests() -> None:
         rank_names = pending_names[device.rank() :: device.world_size()]
-        new_digests.update(durable.digests(folder, rank_names))
+        new_digests.update(durable.compute_digests(folder, rank_names))
 
     run_write_step(compute_rank_digests, "flush the checkpoint to the disk", folder)
     for gathered in gather_objects(new_digests):
@@ -261,7 +261,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
-        log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
+        log(f"{path}: restored from {durable.replaced_path(path).name}, which an interrupted save left")
 
     newest_damage = ""
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
@@ -350,6 +350,6 @@ def find_damages(path: Path) -> list[str]:
 
     names = list(digests)[device.rank() :: device.world_size()]
     problems: list[str] = []
-    for lines in gather_objects(durable.damages(path, digests, names)):
+    for lines in gather_objects(durable.find_damages(path, digests, names)):
         problems += lines
     return problems

@@ -98,7 +98,7 @@ def _require_gpu(name: str) -> None:
     """Raise UserError for a GPU that is not in constants.json."""
     constants = load_constants()
     if name not in constants.gpus and name.lower() not in constants.aliases:
-        raise unknown_choice("--on", name, sorted(constants.aliases), otherwise="choose one of them")
+        raise unknown_choice("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:

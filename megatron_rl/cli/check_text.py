@@ -37,7 +37,7 @@ from megatron_rl.config.sections.response_limits import AUTO, table_rows
 from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
-from megatron_rl.errors import numbered
+from megatron_rl.errors import numbered_lines
 from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
@@ -91,9 +91,9 @@ def report_text(
 
     # Print the findings last, since a terminal shows the end of a long text.
     if report.warnings:
-        blocks.append("\n".join(numbered(report.warnings, "warning")))
+        blocks.append("\n".join(numbered_lines(report.warnings, "warning")))
     if report.errors:
-        blocks.append("\n".join(numbered(report.errors, "error")))
+        blocks.append("\n".join(numbered_lines(report.errors, "error")))
     # The sections move the verdict off the screen, so repeat it.
     if verbose:
         blocks.append(_verdict(report))

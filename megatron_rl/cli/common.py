@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.check.configuration import CheckReport, check_file
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | No
         if at_most is not None:
             expected = f"1 to {at_most:,}"
         option = "--" + name.replace("_", "-")
-        raise out_of_range(option, value, expected, fix=f"set {option} to {expected}")
+        raise range_error(option, value, expected, fix=f"set {option} to {expected}")
 
 
 def require_directory(path: Path, argument: str) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.errors import requires
+from megatron_rl.errors import requirement_error
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_first_rank:
         _print_errors(errors)
 
-    world = current_launch(joins=True).world_size
+    world = current_launch(joins_group=True).world_size
     measures_links = world > 1 and not arguments.gpu
     # The proof measures the links itself.
     if measures_links:
@@ -171,7 +171,7 @@ def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     Returns exit code 1 if a conflict is an error.
     """
     if lock is None:
-        raise requires(
+        raise requirement_error(
             "doctor --before-install", requirements, "--lock", got="no lock file", fix="add --lock FILE"
         )
 

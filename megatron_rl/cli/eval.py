@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
-    report = load_and_check(arguments, current_launch(joins=True).world_size, job=TRAIN, training=True)
+    report = load_and_check(arguments, current_launch(joins_group=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     for path in paths:
         require_checkpoint(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
-from megatron_rl.launcher import CONSOLE_SCRIPT, report_errors, without_proxy
+from megatron_rl.launcher import CONSOLE_SCRIPT, no_proxy_variables, report_errors
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(list(arguments))
 
         # This process and its children connect to servers on this machine without a proxy.
-        os.environ.update(without_proxy(os.environ))
+        os.environ.update(no_proxy_variables(os.environ))
         return int(import_module(COMMANDS[options.command][0]).run(options))
 
     except UserError as error:

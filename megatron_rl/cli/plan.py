@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.configured import (
@@ -211,7 +211,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     mean = args.response_tokens_mean
     if mean is not None and not 0 < mean <= args.response_tokens:
-        raise out_of_range("--response-tokens-mean", mean, f"more than 0, at most {args.response_tokens}")
+        raise range_error("--response-tokens-mean", mean, f"more than 0, at most {args.response_tokens}")
 
 
 def _check_precision(args: argparse.Namespace) -> None:

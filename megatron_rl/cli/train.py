@@ -8,8 +8,8 @@ import sys
 from megatron_rl.cli.check_text import first_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.errors import numbered
-from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
+from megatron_rl.errors import numbered_lines
+from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
 from megatron_rl.trainer.logging import output_to
 
 
@@ -24,11 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     Every rank checks the same input before the first collective, so all ranks exit with the same errors and
     no rank hangs.
     """
-    leave_with_launcher()
-    world_size = current_launch(joins=True).world_size
+    exit_with_launcher()
+    world_size = current_launch(joins_group=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
-        print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+        print("\n".join(numbered_lines(report.warnings, "warning")), file=sys.stderr, flush=True)
 
     # Raises the errors, after the warnings that may explain them.
     config = report.valid()

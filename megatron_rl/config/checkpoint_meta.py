@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
-from megatron_rl.durable import DOOMED, REPLACED, remove, unreplaced_folders
+from megatron_rl.durable import DOOMED, REPLACED, recoverable_folders, remove
 from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import PretrainedModel
 
@@ -76,7 +76,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
             steps.append((int(match.group(1)), path))
 
     # `check` must see the checkpoints that a restart will recover, without renaming them itself.
-    for path in unreplaced_folders(folder):
+    for path in recoverable_folders(folder):
         match = _STEP.fullmatch(path.stem)
         if match:
             steps.append((int(match.group(1)), path))

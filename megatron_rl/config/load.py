@@ -30,7 +30,7 @@ from megatron_rl.config.source import (
     refuse_base,
 )
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.redaction import redacted
+from megatron_rl.redaction import redact
 
 
 @dataclass(frozen=True)
@@ -220,12 +220,12 @@ def without_secrets(config: RunConfig) -> RunConfig:
     rollout = config.rollout
     environment = rollout.environment
     if environment is not None:
-        environment = replace(environment, settings=redacted(environment.settings))
+        environment = replace(environment, settings=redact(environment.settings))
 
     # Hide only strings: `hf_token: true` contains no secret, but makes vLLM use the stored token.
     texts = {name: value for name, value in rollout.vllm.items() if isinstance(value, str)}
-    rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redacted(texts))
-    reward = replace(config.reward, arguments=redacted(config.reward.arguments))
+    rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redact(texts))
+    reward = replace(config.reward, arguments=redact(config.reward.arguments))
     return replace(config, reward=reward, rollout=rollout)
 
 

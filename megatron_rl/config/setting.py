@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_rl.errors import UserError, nearest, out_of_range
+from megatron_rl.errors import UserError, nearest, range_error
 
 S = TypeVar("S")
 
@@ -166,7 +166,7 @@ class Setting:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and not self.contains(value):
             fix = self.advice or f"give a value that is {self.bounds()}"
-            return out_of_range(path, value, self.bounds(), fix=fix)
+            return range_error(path, value, self.bounds(), fix=fix)
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:

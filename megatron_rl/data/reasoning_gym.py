@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest, not_installed
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest, not_installed_error
 from megatron_rl.launcher import report_errors
 
 _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
@@ -33,7 +33,7 @@ def write_data_sets(
         from reasoning_gym.factory import DATASETS
     except ImportError:
         fix = "pip install megatron_rl[reasoning-gym]"
-        raise not_installed("reasoning-gym", "--tasks", purpose="its problems", fix=fix) from None
+        raise not_installed_error("reasoning-gym", "--tasks", purpose="its problems", fix=fix) from None
     for task in tasks:
         if task not in DATASETS:
             raise _unknown_task(task, sorted(DATASETS))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, join_names, neighbours, unreadable_file
+from megatron_rl.errors import UserError, describe_missing_path, join_names, unreadable_file
 
 DataPath = str | Path | Sequence[str]
 """Type of a setting that names a data set: a path, a pattern, or a list of both."""
@@ -262,7 +262,7 @@ def missing_error(path: Path, setting: str) -> UserError:
         f"the data set {path} does not exist",
         where=setting,
         expected=KINDS,
-        got=neighbours(path),
+        got=describe_missing_path(path),
         fix=fix,
     )
 

@@ -277,7 +277,7 @@ def _write(file: Path, encoded: Encoded) -> None:
     temporary = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
     try:
         durable.replace_file(temporary, write_batch)
-        digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
+        digest = durable.compute_digests(temporary.parent, [temporary.name])[temporary.name]
 
         # Rename the digest first: a kill between the two renames leaves at most an older file that does not
         # match its digest, and the next run writes it again.
@@ -320,7 +320,7 @@ def _find_damage(file: Path) -> str | None:
     if name != file.name:
         return f"has the digest of {name}"
 
-    lines = durable.damages(file.parent, {file.name: digest}, [file.name])
+    lines = durable.find_damages(file.parent, {file.name: digest}, [file.name])
     if not lines:
         return None
     return lines[0].removeprefix(f"{file.name} ")

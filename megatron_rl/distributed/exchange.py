@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Metrics
-from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.types import token_index
 
 _FIRST_MESSAGE_BYTES = 1024

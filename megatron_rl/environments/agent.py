@@ -26,7 +26,7 @@ from aiohttp import web
 
 from megatron_rl.contained.confinement import end_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
-from megatron_rl.launcher import LOOPBACK, without_proxy
+from megatron_rl.launcher import LOOPBACK, no_proxy_variables
 
 LARGEST_REQUEST = 2**23
 """Largest body of a request in bytes: 8 MiB, several times the text of the longest context."""
@@ -218,7 +218,7 @@ def _completion(
 async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     """Serve an episode on the loopback interface; yields the base URL and the API key of the episode."""
     # Bypass proxies for the loopback address, in this process and in programs that inherit its environment.
-    os.environ.update(without_proxy(os.environ))
+    os.environ.update(no_proxy_variables(os.environ))
     conversation = Conversation(episode)
     key = secrets.token_hex(16)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rl.durable import RunningDigest, require_file
+from megatron_rl.durable import RunningDigest, require_regular_file
 from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.hf.quantized import dequantize, dequantize_blocks, unpack_numbers
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
@@ -171,7 +171,7 @@ class CheckpointFiles:
             return self._open[file]
 
         try:
-            require_file(file)
+            require_regular_file(file)
             self._open[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise unreadable_file(

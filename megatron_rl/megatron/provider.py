@@ -33,7 +33,7 @@ from megatron_rl.megatron.layers import (
 )
 from megatron_rl.megatron.model_spec import ModelSpec
 from megatron_rl.shapes.accelerator import CHANGED_FIELDS
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
@@ -277,7 +277,7 @@ def load_provider(
     """
     names = {}
     if names_path is not None:
-        names = load_path(names_path, "model.weights")
+        names = load_object(names_path, "model.weights")
     if not isinstance(names, Mapping):
         raise UserError(
             "model.weights is not a mapping of parameter names",
@@ -287,7 +287,7 @@ def load_provider(
             fix="make it a dict, or name another object",
         )
 
-    return Provider(path, load_path(path, "model.provider"), Namespace(**arguments), names)
+    return Provider(path, load_object(path, "model.provider"), Namespace(**arguments), names)
 
 
 @contextmanager

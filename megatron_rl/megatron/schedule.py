@@ -31,8 +31,7 @@ from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition_rows
 from megatron_rl.megatron.passes import PassGuard, Result
-from megatron_rl.metrics import Metrics
-from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.progress import count_progress
 from megatron_rl.types import LogitRules, token_index
 

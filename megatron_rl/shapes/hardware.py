@@ -123,7 +123,7 @@ class Constants:
 
         if key is None:
             fix = 'add a GPU with --constants FILE under "gpus" with the fields of constants.json'
-            raise unknown_choice("gpu", name, list(self.gpus), otherwise=fix)
+            raise unknown_choice("gpu", name, list(self.gpus), fallback_fix=fix)
         return self.gpus[key]
 
     def cluster(

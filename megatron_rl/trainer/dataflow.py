@@ -35,8 +35,8 @@ from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.errors import UserError, UserErrors, numbered
-from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
+from megatron_rl.errors import UserError, UserErrors, numbered_lines
+from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.rollout.limits import length_metrics
@@ -75,11 +75,11 @@ class Run:
     """
 
     def __init__(self, config: str | Path, overrides: Iterable[str] = ()) -> None:
-        leave_with_launcher()
-        world_size = current_launch(joins=True).world_size
+        exit_with_launcher()
+        world_size = current_launch(joins_group=True).world_size
         report = check_file(config, list(overrides), world_size, training=True)
         if report.warnings and process_rank() == 0:
-            print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+            print("\n".join(numbered_lines(report.warnings, "warning")), file=sys.stderr, flush=True)
         self.config: RunConfig = report.valid()
         self._explicit_keys = report.explicit_keys()
         _reject_unsupported(self.config)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import write_text
-from megatron_rl.metrics import is_measurable, number_text, read_lines
+from megatron_rl.metrics import is_measurable, number_text, read_metric_lines
 from megatron_rl.trainer.trackers import Trackers
 
 MAX_SPANS = 8
@@ -219,7 +219,7 @@ class MetricsLog:
 
         The file is copied before lines are removed that no later step will replace.
         """
-        lines, damaged = read_lines(self.path)
+        lines, damaged = read_metric_lines(self.path)
         # A step that ran twice has two lines: retain the later one.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
         retained = [text for number, text in sorted(line_of.items()) if number <= step]

@@ -28,10 +28,10 @@ from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
-from megatron_rl.errors import UserError, requires
+from megatron_rl.errors import UserError, requirement_error
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
-from megatron_rl.metrics import merge
+from megatron_rl.metrics import merge_metrics
 from megatron_rl.roles.build import (
     Roles,
     build_frozen_policy,
@@ -156,7 +156,7 @@ def _evaluate_path(
         results, _ = evaluate(roles, sets, config.seed)
     for line in failure_lines(results, 0):
         print(line, flush=True)
-    return merge(result.metrics for result in results).values()
+    return merge_metrics(result.metrics for result in results).values()
 
 
 def _require_rewards(
@@ -233,7 +233,7 @@ def export_checkpoint(
     """
     config, layout = _export_config(path)
     if form == "peft" and config.actor.lora is None:
-        raise requires(
+        raise requirement_error(
             "--format",
             "peft",
             "a checkpoint of a run with actor.lora",
@@ -242,7 +242,7 @@ def export_checkpoint(
         )
 
     if form == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
-        raise requires(
+        raise requirement_error(
             "--format",
             "peft",
             "a model that is only a language model",

@@ -20,7 +20,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
-from megatron_rl.durable import require_file
+from megatron_rl.durable import require_regular_file
 from megatron_rl.errors import UserError, first_line
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
@@ -554,7 +554,7 @@ def read_samples(
     """
     import pyarrow.parquet
 
-    require_file(path)
+    require_regular_file(path)
     table = pyarrow.parquet.read_table(path)
     rewards = [
         _trained_reward(reward, is_valid)

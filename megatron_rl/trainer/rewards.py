@@ -27,7 +27,7 @@ from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.rewards.filters import FILTERED, NOTHING_FILTERED, FilteredRows
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
@@ -255,7 +255,7 @@ def compute_row_rewards(
     invalid = ~valid
     invalid[sorted(filtered.dropped)] = False
     metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
-    metrics += merge(result.metrics for result in results)
+    metrics += merge_metrics(result.metrics for result in results)
     return RowRewards(
         Scores(rewards, valid, components),
         _invalid_reasons(results, rollouts, valid, filtered),
@@ -449,7 +449,7 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
         Rollouts.concatenate(renumbered),
         scores,
         tuple(reason for batch in rounds for reason in batch.reasons),
-        merge(batch.metrics for batch in rounds),
+        merge_metrics(batch.metrics for batch in rounds),
         tuple(failure for batch in rounds for failure in batch.failures),
     )
 

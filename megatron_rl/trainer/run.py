@@ -256,7 +256,7 @@ class Training:
                     step = RunStep(self.state.step + 1, self._sets_of(self.state.deferred))
                     self.phases.step = step.number
                     self.prompts.begin_step(step.number)
-                    self.callbacks.call("on_step_begin", step.number)
+                    self.callbacks.call_method("on_step_begin", step.number)
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
@@ -616,7 +616,7 @@ class Training:
             values |= health
         log.write(step, values)
         if step > 0:
-            self.callbacks.call("on_step_end", step, values)
+            self.callbacks.call_method("on_step_end", step, values)
 
     def _finish(self) -> None:
         """Export the model, release roles and servers, and write the report. Collective over the world."""

@@ -44,7 +44,7 @@ from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
     PromptBatch,
     Rollouts,
-    observed_counts,
+    observation_token_counts,
     row_index,
     turn_starts,
 )
@@ -496,7 +496,7 @@ def conversation_metrics(rollouts: Rollouts) -> Metrics:
     metrics = Metrics.mean("environment/turns", float(turn_starts(rollouts).sum()), rows)
     metrics += Metrics.mean(
         "environment/observed_tokens",
-        float(observed_counts(rollouts).sum()),
+        float(observation_token_counts(rollouts).sum()),
         rows,
     )
 

@@ -14,7 +14,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import replace_file
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
@@ -63,7 +63,7 @@ class Samples:
                 columns["reward"] = result.rewards.tolist()
                 columns["failure"] = list(result.reasons)
                 self._store(f"eval_{result.name}", step, columns)
-        return merge(result.metrics for result in results)
+        return merge_metrics(result.metrics for result in results)
 
     def store_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
         """Store the step's samples with their rewards, and print examples of failed rewards.
@@ -109,7 +109,7 @@ class Samples:
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)
-        self._callbacks.call("on_samples", step, columns)
+        self._callbacks.call_method("on_samples", step, columns)
         return reasons, examples
 
     def _print_failures(

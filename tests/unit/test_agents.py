@@ -26,7 +26,7 @@ from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
 from megatron_rl.environments.environment import Episode, Message
 from megatron_rl.environments.host import EnvironmentPool, environment_errors
-from megatron_rl.launcher import without_proxy
+from megatron_rl.launcher import no_proxy_variables
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.engines.vllm import make_tool_parser
@@ -183,7 +183,7 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
     proxy, exception = names
     monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     monkeypatch.setenv(exception, ".corp.example, 10.0.0.0/8")
-    for name, value in without_proxy(os.environ).items():  # as every command does before it starts
+    for name, value in no_proxy_variables(os.environ).items():  # as every command does before it starts
         monkeypatch.setenv(name, value)
     shown = PLAIN.replace(
         "first = [", "assert '.corp.example,10.0.0.0/8' in os.environ[\"no_proxy\"]\nfirst = ["
@@ -196,7 +196,7 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
 
 
 def test_entries_against_a_proxy_are_kept_in_both_cases():
-    assert without_proxy({"NO_PROXY": "a,b", "no_proxy": "b, c"}) == dict.fromkeys(
+    assert no_proxy_variables({"NO_PROXY": "a,b", "no_proxy": "b, c"}) == dict.fromkeys(
         ("NO_PROXY", "no_proxy"), "a,b,c,127.0.0.1,localhost"
     )
 

@@ -49,14 +49,14 @@ def folder_with(path: Path) -> Path:
     (path / "a.bin").write_bytes(bytes(range(256)) * 40)
     (path / "deep/b.json").write_text('{"step": 3}')
     (path / "empty").touch()
-    durable.write_digests(path, durable.digests(path, durable.files_below(path)))
+    durable.write_digests(path, durable.compute_digests(path, durable.files_below(path)))
     return path
 
 
 def damages(path: Path) -> list[str]:
     known = durable.read_digests(path)
     assert known is not None
-    return durable.damages(path, known, list(known))
+    return durable.find_damages(path, known, list(known))
 
 
 def test_a_whole_folder_has_no_damage_and_further_files_are_none(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
     path = folder_with(tmp_path / "step_1")
     with pytest.raises(OSError, match="not a regular file"):
-        durable.digests(path, ["a.bin", "deep"])
+        durable.compute_digests(path, ["a.bin", "deep"])
 
 
 @given(place=st.integers(0, 10239), bit=st.integers(0, 7))
@@ -139,7 +139,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
     device.initialize()
     final = folder_with(tmp_path / "step_4")
     write_meta(final, {"step": 4})
-    durable.write_digests(final, durable.digests(final, durable.files_below(final)))
+    durable.write_digests(final, durable.compute_digests(final, durable.files_below(final)))
     for has_older_leftover in (False, True):
         shutil.copytree(final, tmp_path / "step_4.partial")
         if has_older_leftover:

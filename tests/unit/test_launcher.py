@@ -22,7 +22,7 @@ GOOD = {
 
 def test_the_place_of_a_process_in_its_job() -> None:
     assert read_launch({}) == Launch(0, 1, 0, alone=True)
-    assert read_launch(GOOD, joins=True) == Launch(1, 2, 1, alone=False)
+    assert read_launch(GOOD, joins_group=True) == Launch(1, 2, 1, alone=False)
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0, alone=False)
     assert read_launch({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": ""}).alone
 
@@ -48,7 +48,7 @@ def test_the_place_of_a_process_in_its_job() -> None:
 )
 def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        read_launch(GOOD | changes, joins=True)
+        read_launch(GOOD | changes, joins_group=True)
     text = str(refused.value)
     assert all(f"environment: {name}" in text for name in named) and "fix:" in text
 

@@ -32,7 +32,7 @@ from megatron_rl.types import (
     Rollouts,
     SamplingParameters,
     limited_counts,
-    observed_counts,
+    observation_token_counts,
     split_rows,
     turn_starts,
 )
@@ -125,7 +125,7 @@ def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: En
     columns = (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs, turn_starts(rollouts))
     for row, observed, *parts in zip(
         range(12),
-        observed_counts(rollouts).tolist(),
+        observation_token_counts(rollouts).tolist(),
         *(split_rows(c, rollouts.lengths) for c in columns),
         strict=True,
     ):

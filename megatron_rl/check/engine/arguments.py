@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError, join_names, single_errors, unknown_cho
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 """Module and name of the class whose fields ``rollout.vllm`` sets."""
@@ -157,7 +157,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
         return []
 
     fix = "name the one that vLLM's documentation has for the model"
-    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), otherwise=fix)]
+    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), fallback_fix=fix)]
 
 
 def check_user_engine(spec: str) -> list[UserError]:
@@ -165,7 +165,7 @@ def check_user_engine(spec: str) -> list[UserError]:
     if ":" not in spec:
         return []
     try:
-        engine = load_path(spec, "rollout.engine")
+        engine = load_object(spec, "rollout.engine")
     except UserError as error:
         return list(single_errors(error))
 

@@ -17,7 +17,7 @@ from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.errors import UserError, requires, unknown_choice
+from megatron_rl.errors import UserError, requirement_error, unknown_choice
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,
@@ -67,7 +67,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
     for name in lora.targets or ():
         if name not in TARGETS:
             layer = CHECKPOINT_LAYERS.get(name) or " or ".join(TARGETS)
-            yield unknown_choice(path, name, TARGETS, otherwise=f"write {layer}")
+            yield unknown_choice(path, name, TARGETS, fallback_fix=f"write {layer}")
 
     targets = lora.targets
     if targets is not None and (not targets or len(set(targets)) < len(targets)):
@@ -89,7 +89,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
         if engine is not None:
             got = f"rollout.engine={engine} and rank {lora.rank}"
         condition = f"{engines_with(adapter_sync=True)} and a rank of at most {max_rank}"
-        yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
+        yield requirement_error(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
 def idle_adapter_errors(config: RunConfig) -> Iterator[UserError]:
@@ -190,7 +190,7 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
     digests = durable.read_digests(folder)
     problems = [f"{durable.DIGESTS} is missing or damaged"]
     if digests is not None:
-        problems = durable.damages(folder, digests, list(digests))
+        problems = durable.find_damages(folder, digests, list(digests))
     if problems:
         yield UserError(
             "the adapter to start from is damaged",

@@ -21,7 +21,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
-from megatron_rl.errors import UserError, UserErrors, requires, single_errors
+from megatron_rl.errors import UserError, UserErrors, requirement_error, single_errors
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
@@ -116,7 +116,9 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     if settings.provider is None:
         if settings.weights is not None:
             fix = "set model.provider, or remove model.weights"
-            yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
+            yield requirement_error(
+                "model.weights", settings.weights, "model.provider", got="no value", fix=fix
+            )
         return
 
     # The provider's signature must fit its call. `model.weights` names a table, which must exist.
@@ -392,7 +394,8 @@ def _needs_checkpoint(key: str, value: str) -> UserError:
     ``key`` and ``value``: the setting, and its value as text.
     """
     fix = "set model.megatron, or name only a Hugging Face model, in model.path"
-    return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
+    condition = "model.megatron, the checkpoint with the weights"
+    return requirement_error(key, value, condition, got="no value", fix=fix)
 
 
 def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:

@@ -24,7 +24,7 @@ from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.errors import UserError, join_names, requires, unknown_choice
+from megatron_rl.errors import UserError, join_names, requirement_error, unknown_choice
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -379,7 +379,7 @@ def check_model_settings(
     if low_precision and not elsewhere and not _is_installed("transformer_engine"):
         for name in low_precision:
             errors.append(
-                requires(
+                requirement_error(
                     f"{path}.{name}",
                     values[name],
                     "Transformer Engine: only its layers compute in that format",
@@ -467,7 +467,7 @@ def check_optimizer(
     # Features that require a package or another setting.
     needs_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
     if needs_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
-        yield requires(
+        yield requirement_error(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
             "Transformer Engine's FusedAdam, whose state has fewer bits",
@@ -477,7 +477,7 @@ def check_optimizer(
 
     reduces_in_backward = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
     if ddp.get("overlap_param_gather") and not reduces_in_backward:
-        yield requires(
+        yield requirement_error(
             f"{ddp_path}.overlap_param_gather",
             "true",
             "a distributed optimizer whose gradients are reduced in the backward pass (overlap_grad_reduce)",
@@ -551,7 +551,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         )
     elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
         engines = engines_with(routing_replay=True)
-        yield requires(
+        yield requirement_error(
             key,
             replay,
             f"{engines}, which returns the experts of each token",

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.sections.bounds import MAX_TOKENS, TOKENS
 from megatron_rl.config.setting import setting
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 AUTO = "auto"
 MORE = "more"
@@ -120,7 +120,7 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
             )
         elif not _is_limit(limit):
             expected = f"an integer, 1 or more and at most {MAX_TOKENS}"
-            yield out_of_range(f"{path}.{key}", limit, expected, fix=example)
+            yield range_error(f"{path}.{key}", limit, expected, fix=example)
 
     # Every prompt length needs a row.
     rows = table_rows(table)

@@ -45,7 +45,7 @@ from megatron_rl.config.sections.schedules import (
     smallest_value,
 )
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.errors import UserError, nearest, out_of_range, requires
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error
 
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
@@ -618,7 +618,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 if descriptions[name].bounds():
                     expected += f", {descriptions[name].bounds()}"
                 fix = "correct it, or remove it to have the value of the rollout section"
-                errors.append(out_of_range(path, value, expected, fix=fix))
+                errors.append(range_error(path, value, expected, fix=fix))
     return errors
 
 
@@ -707,7 +707,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
         # Limits may depend on the prompt, or follow earlier lengths: the minimum applies to each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
         if shortest > limit:
-            yield out_of_range(
+            yield range_error(
                 f"{path}.min_response_tokens",
                 shortest,
                 f"at most {limit}, the smallest limit of max_response_tokens",
@@ -719,7 +719,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             if abs(bias) > MAX_BIAS:
                 expected = f"from -{MAX_BIAS:g} to {MAX_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
-                yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
+                yield range_error(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
 
         # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
         count = len({*settings["logit_bias"], *settings["banned_tokens"]})
@@ -737,7 +737,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
     """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
     key = f"{path}.no_repeat_ngram_size"
     if size == 1:
-        yield out_of_range(
+        yield range_error(
             key,
             size,
             "0, or 2 tokens or more",
@@ -745,7 +745,8 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
         )
     if size and not rollout.capabilities.token_history:
         choices = engines_with(token_history=True)
-        yield requires(key, size, choices, got=f"rollout.engine={rollout.engine}", fix=f"set {choices}")
+        got = f"rollout.engine={rollout.engine}"
+        yield requirement_error(key, size, choices, got=got, fix=f"set {choices}")
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
@@ -766,7 +767,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     for path, settings in task_settings(rollout):
         for name in ("presence_penalty", "frequency_penalty"):
             if settings[name]:
-                yield requires(
+                yield requirement_error(
                     f"{path}.{name}",
                     settings[name],
                     "responses that are one request of the engine each",

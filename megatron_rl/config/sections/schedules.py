@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.field_types import convert_value
 from megatron_rl.config.sections.bounds import MAX_STEPS, MAX_TOKENS
 from megatron_rl.config.setting import Setting
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
@@ -151,14 +151,14 @@ def _number_errors(path: str, value: Any, bounds: Setting, lowest: float) -> Ite
     """Yield the error for an end of a schedule that is no number of the key."""
     accepted, number = convert_value(float, value)
     if not accepted:
-        yield out_of_range(path, value, f"a number, {bounds.bounds()}", fix="give a number")
+        yield range_error(path, value, f"a number, {bounds.bounds()}", fix="give a number")
         return
     error = bounds.error(path, number)
     if error is not None:
         yield error
     elif number < lowest:
         expected = f"{lowest:g} or more for a change over tokens"
-        yield out_of_range(path, value, expected, fix=f"raise it to {lowest:g} or more")
+        yield range_error(path, value, expected, fix=f"raise it to {lowest:g} or more")
 
 
 def _length_errors(path: str, value: Mapping[str, Any], name: str) -> Iterator[UserError]:
@@ -167,4 +167,4 @@ def _length_errors(path: str, value: Mapping[str, Any], name: str) -> Iterator[U
     accepted, length = convert_value(int, value[name])
     if not accepted or not 1 <= length <= largest:
         expected = f"an integer from 1 to {largest}"
-        yield out_of_range(f"{path}.{name}", value[name], expected, fix=f"give a number of {unit}")
+        yield range_error(f"{path}.{name}", value[name], expected, fix=f"give a number of {unit}")

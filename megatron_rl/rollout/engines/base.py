@@ -22,7 +22,7 @@ from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Function that parses tool calls: (text of a turn, tools) -> (text without the calls, name and arguments of
@@ -216,7 +216,7 @@ def _user_engine(
     **arguments: Any,
 ) -> Engine:
     """Build an engine whose class the user names by path; raises UserError if it lacks a member."""
-    make_user_engine = load_path(config.engine, "rollout.engine")
+    make_user_engine = load_object(config.engine, "rollout.engine")
     engine = make_user_engine(model_path, config, **arguments)
 
     # Checked on the object, since a class may set attributes in its constructor.

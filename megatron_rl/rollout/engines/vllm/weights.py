@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.distributed import device
-from megatron_rl.errors import UserError, requires
+from megatron_rl.errors import UserError, requirement_error
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
@@ -433,7 +433,7 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
     # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). The host computes
     # adapters without them.
     if dtype == "float32" and not device.on_host():
-        raise requires(
+        raise requirement_error(
             "actor.lora.sync",
             "adapter",
             "model.dtype=bfloat16, by vLLM's kernels of adapters",
