@@ -18,7 +18,7 @@ from megatron_rl.config.other_names import UnknownName
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
-from megatron_rl.config.source import describe, one_line
+from megatron_rl.config.source import describe_value, one_line
 from megatron_rl.errors import UserError, UserErrors, nearest, single_errors
 from megatron_rl.user_code import load_object
 
@@ -246,7 +246,7 @@ def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
 
     # Python callers may pass a piece, a class or a function instead of YAML's names and mappings.
     if not isinstance(value, Mapping):
-        piece = user_piece(value, kind, describe(value), key)
+        piece = user_piece(value, kind, describe_value(value), key)
         return piece() if isinstance(piece, type) else piece
 
     settings = dict(value)

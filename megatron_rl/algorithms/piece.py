@@ -54,7 +54,7 @@ class Piece:
         """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
         # First each setting alone, then combinations of settings.
         for item in fields(self):
-            error = setting_of(item).error(f"{path}.{item.name}", getattr(self, item.name))
+            error = setting_of(item).value_error(f"{path}.{item.name}", getattr(self, item.name))
             if error is not None:
                 yield error
 

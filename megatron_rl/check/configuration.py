@@ -82,8 +82,8 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
-from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
-from megatron_rl.config.token_budget import estimated_tokens
+from megatron_rl.config.stage_plan import job_reads, reset_unread_keys, stage_plans
+from megatron_rl.config.token_budget import estimate_tokens
 from megatron_rl.errors import UserError, UserErrors, range_error
 from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
@@ -238,7 +238,7 @@ def check_file(
     With ``training``, Megatron has `LONG_PATIENCE` to validate its settings. Raises UserErrors if the file
     cannot be read at all.
     """
-    loaded = load(Path(path), overrides, weights=training)
+    loaded = load(Path(path), overrides, with_weights=training)
 
     # Models that ship with a configuration are in `models`, in its folder or one level up.
     folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
@@ -290,7 +290,7 @@ def check_config(
         raise UserErrors(loaded.errors)
 
     # Reset the settings that the job does not read, so that no mistake in them is reported.
-    config = for_job(loaded.config)
+    config = reset_unread_keys(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
         config, loaded.broken, allow_missing=without_files
     )
@@ -673,7 +673,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
         models = inputs.models
     budget_reasons: dict[str, str] = {}
     if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
-        tokens, reason = estimated_tokens(config, layouts, shapes)
+        tokens, reason = estimate_tokens(config, layouts, shapes)
         check.add(check_memory_target(check.config, tokens))
         config = with_value(config, "batch.tokens_per_microbatch", tokens)
         budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"

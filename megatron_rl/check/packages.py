@@ -111,7 +111,7 @@ def _requirements(config: RunConfig) -> Iterator[_Requirement]:
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():
-        for key, function in evaluation_set.functions().items():
+        for key, function in evaluation_set.user_functions().items():
             functions[f"evaluation.sets.{set_name}.{key}"] = function
 
     for path, function in functions.items():

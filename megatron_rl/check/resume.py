@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.adapters import adapters_of, with_adapters
 from megatron_rl.config.checkpoint_meta import (
-    check_same_model,
-    checkpoints,
-    latest,
+    complete_checkpoints,
+    latest_checkpoint,
     optimizer_kind,
     read_meta,
     require_layout,
     require_roles,
     require_same_build,
+    require_same_model,
     require_state_format,
 )
 from megatron_rl.config.derive import with_needed_roles
@@ -57,7 +57,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
     # Newest first: skip damaged checkpoints as long as an older one can be read.
     if resume == "auto":
         unreadable: list[UserError] = []
-        for path in reversed(checkpoints(run_checkpoints)):
+        for path in reversed(complete_checkpoints(run_checkpoints)):
             readable, error = _check_resumable(path, config)
             if readable:
                 return [] if error is None else [error]
@@ -71,7 +71,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
         return [] if error is None else [error]
 
     # The folder does not exist: suggest the newest checkpoint of the run.
-    newest = latest(run_checkpoints)
+    newest = latest_checkpoint(run_checkpoints)
     fix = "write auto, or a directory that exists"
     if newest is not None:
         fix = f"the newest of this run is {newest}"
@@ -100,7 +100,7 @@ def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | N
     try:
         # The checkpoint needs a state of this format, the same model, and a step within the run.
         require_state_format(path, meta)
-        check_same_model(path, meta["model"], model)
+        require_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
             raise UserError(
                 "the checkpoint is beyond the last step of the run",
@@ -170,18 +170,18 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
         resume = config.checkpoint.resume
         checkpoint = Path(resume)
         if resume == "auto":
-            checkpoint = latest(folder.checkpoints)
+            checkpoint = latest_checkpoint(folder.checkpoints)
         if checkpoint is not None:
             learners = {
                 path: section.optimizer
                 for path, section in learner_sections(config).items()
-                if spec_at(path).need is None or spec_at(path).needed(algorithm)
+                if spec_at(path).need is None or spec_at(path).is_needed_by(algorithm)
             }
             yield _SavedLearners(checkpoint, learners)
             return  # stages do not run again once reinforcement learning has started
 
     for plan in pending_stages(config):
-        checkpoint = latest(folder.stage_checkpoints(plan.name))
+        checkpoint = latest_checkpoint(folder.stage_checkpoints(plan.name))
         if checkpoint is not None:
             yield _SavedLearners(checkpoint, {plan.role: plan.settings.optimizer})
 

@@ -430,7 +430,7 @@ def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
     if filters.function is not None:
         yield _ContainedFunction(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
-        for key, function in evaluation_set.functions().items():
+        for key, function in evaluation_set.user_functions().items():
             yield _ContainedFunction(reward.of_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
@@ -722,12 +722,12 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
 
     # Evaluators report under their own names, next to the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
-    reserved = [*evaluation_set.metrics(), *failure_metrics]
+    reserved = [*evaluation_set.metric_names(), *failure_metrics]
 
     for evaluator in evaluation_set.evaluators:
         yield from name_errors(f"{path}.evaluators", evaluator, reserved)
 
-    for key, function in evaluation_set.functions().items():
+    for key, function in evaluation_set.user_functions().items():
         yield from check_function(FunctionRef(function, f"{path}.{key}"))
 
 
@@ -748,7 +748,7 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
     metrics: list[str] = []
     evaluators: list[str] = []
     for name, evaluation_set in config.evaluation.sets.items():
-        metrics += [f"eval/{name}/{metric}" for metric in evaluation_set.metrics()]
+        metrics += [f"eval/{name}/{metric}" for metric in evaluation_set.metric_names()]
         evaluators += [f"eval/{name}/{evaluator}" for evaluator in evaluation_set.evaluators]
     metrics += evaluators
     if best in metrics or any(best.startswith(f"{evaluator}/") for evaluator in evaluators):

@@ -186,8 +186,8 @@ def check_memory(
 
     # Each phase has its own peak, since different tensors are resident.
     for phase in PHASES:
-        fullest = max(ranks, key=lambda memory: memory.total(phase))
-        total = fullest.total(phase) / _GIB
+        fullest = max(ranks, key=lambda memory: memory.phase_peak(phase))
+        total = fullest.phase_peak(phase) / _GIB
         if total <= limit:
             continue
 
@@ -220,12 +220,12 @@ def check_checkpoint(
     limit = config.host_memory_gib
     if memory is None or layout is None or limit is None:
         return
-    required_gib = memory.on_host(layout) / _GIB
+    required_gib = memory.host_bytes(layout) / _GIB
     if required_gib <= limit:
         return
 
     # Suggest the sharded layout only where it would fit.
-    sharded = memory.on_host(SAME) / _GIB
+    sharded = memory.host_bytes(SAME) / _GIB
     fix = "use more nodes"
     if layout == ANY and sharded <= limit:
         fix = f"set checkpoint.optimizer_layout=same, which needs {sharded:.1f} GiB"

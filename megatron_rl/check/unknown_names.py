@@ -29,8 +29,8 @@ from megatron_rl.config.other_names import (
     FOREIGN_SECTIONS,
     OtherName,
     UnknownName,
+    counterpart_in_section,
     find_counterpart,
-    name_in_section,
 )
 from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
@@ -330,7 +330,7 @@ def _counterpart(entry: _UnknownEntry) -> OtherName | None:
         return counterpart
 
     # Prefer the counterpart within the section of ours in which the name was written.
-    in_section = name_in_section(entry.path, entry.error.section, entry.error.below)
+    in_section = counterpart_in_section(entry.path, entry.error.section, entry.error.below)
     if in_section is not None:
         return in_section
 

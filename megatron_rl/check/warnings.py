@@ -10,7 +10,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
 from megatron_rl.check.stages import unused_settings
-from megatron_rl.config.derive import BatchPlan, versions_between
+from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.roles import MODEL_ROLES, learner_sections, teacher_of_task
@@ -228,7 +228,8 @@ def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
         "responses are sampled from older weights, and the loss treats them as samples of the newest",
         where="hybrid_engine.every",
         expected="1, or importance weights in algorithm.correction",
-        got=f"{config.hybrid_engine.every}: up to {versions_between(config)} versions older, not corrected",
+        got=f"{config.hybrid_engine.every}: up to {versions_between_syncs(config)} versions older, "
+        "not corrected",
         fix="set algorithm.correction={level: token}, or hybrid_engine.every=1; "
         "an offline algorithm may stay as it is",
     )
@@ -355,7 +356,7 @@ def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
 def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning for each role that the configuration has and the algorithm does not need."""
     for spec in MODEL_ROLES:
-        if spec.need is None or spec.needed(algorithm):
+        if spec.need is None or spec.is_needed_by(algorithm):
             continue
         reason = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
         for path in spec.sections(config):

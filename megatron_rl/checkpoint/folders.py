@@ -16,7 +16,12 @@ from typing import Any
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.tensors import TensorWrite
-from megatron_rl.config.checkpoint_meta import named_checkpoints, prune, read_meta, remove_interrupted_saves
+from megatron_rl.config.checkpoint_meta import (
+    named_checkpoints,
+    prune_checkpoints,
+    read_meta,
+    remove_interrupted_saves,
+)
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -190,7 +195,7 @@ class PendingCheckpoint:
                 durable.write_digests(self.partial, digests)
                 durable.publish(self.partial, self.final)
                 if self._keep is not None:
-                    prune(self.final, self._keep, self._best)
+                    prune_checkpoints(self.final, self._keep, self._best)
 
         run_write_step(publish, "complete the checkpoint", self.final)
         self._is_finished = True

@@ -41,7 +41,6 @@ from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
-    check_same_model,
     fits_shards,
     model_identity,
     optimizer_kind,
@@ -50,6 +49,7 @@ from megatron_rl.config.checkpoint_meta import (
     require_layout,
     require_roles,
     require_same_build,
+    require_same_model,
     require_state_format,
     write_meta,
 )
@@ -449,7 +449,7 @@ def _require_same_role(
 
     If ``optimizer`` is None, optimizer and dtype are not compared.
     """
-    check_same_model(folder, meta["model"], pretrained(model.hf_config))
+    require_same_model(folder, meta["model"], pretrained(model.hf_config))
     build = {
         "layers": _layer_kind(model),
         "adapters": _adapters(model),

@@ -141,7 +141,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
     memory = [
         {
             "rank": rank_memory.rank,
-            "total": {phase: rank_memory.total(phase) for phase in PHASES},
+            "total": {phase: rank_memory.phase_peak(phase) for phase in PHASES},
             "items": [dataclasses.asdict(item) for item in rank_memory.items],
         }
         for rank_memory in report.memory

@@ -25,7 +25,7 @@ from megatron_rl.config.budget import (
     episodes_in_flight,
 )
 from megatron_rl.config.checkpoint_meta import ANY, SAME
-from megatron_rl.config.derive import BatchPlan, versions_between
+from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.health import VALUE, health_rules
 from megatron_rl.config.load import flatten, to_plain
@@ -192,7 +192,7 @@ def _memory_line(report: CheckReport) -> str:
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
-    phase = max(PHASES, key=fullest.total)
+    phase = max(PHASES, key=fullest.phase_peak)
     text = f"{_bytes(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
 
     limit = report.config.gpu_memory_gib
@@ -416,7 +416,7 @@ def _health_lines(config: RunConfig) -> list[str]:
                 metrics += f" ({rule.measure})"
             times = _count(rule.steps, "measurement")
             lines += _labelled_lines(
-                rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside"
+                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {times} outside"
             )
     return lines
 
@@ -524,8 +524,8 @@ def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
     other_layout = SAME
     if layout == SAME:
         other_layout = ANY
-    per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
-    per_node += f" ({_bytes(memory.on_host(other_layout))} with {other_layout})"
+    per_node = f"{_bytes(memory.host_bytes(layout))} of host memory a node"
+    per_node += f" ({_bytes(memory.host_bytes(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     limit = settings.stop_seconds or 0
@@ -629,7 +629,7 @@ def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
         return []
 
     # Off-policy data: its age, what the loss does about it, and the memory that it costs.
-    age = _count(versions_between(config), "version")
+    age = _count(versions_between_syncs(config), "version")
     text = f"responses are sampled from weights up to {age} older than the actor's"
     if report.algorithm is not None:
         text += f", {_correction_text(report.algorithm)}"
@@ -806,7 +806,7 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]
     """Return a table of the fullest rank's memory by item and phase, and the peaks of other ranks."""
     fullest = ranks[0]
     # A job of one stage has only the phase learn.
-    phases = [phase for phase in PHASES if fullest.total(phase)]
+    phases = [phase for phase in PHASES if fullest.phase_peak(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
 
@@ -821,18 +821,18 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]
             origin = f"{_bytes(item.bytes)} on the host: {item.how}"
         lines.append(f"{item.name:<{name_width}}{row}    {origin}")
 
-    totals = "".join(f"{_bytes(fullest.total(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
+    totals = "".join(f"{_bytes(fullest.phase_peak(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
     lines += ["-" * (name_width + _MEMORY_COLUMN * len(phases)), f"{'total':<{name_width}}{totals}"]
     if gib is not None:
         lines[-1] += f"    of {gib:g} GiB"
-    if any(len(fullest.turns(phase)) > 1 for phase in phases):
+    if any(len(fullest.roles_in_turn(phase)) > 1 for phase in phases):
         lines.append(
             "roles on one rank work one after another: only the largest of their memory peaks counts"
         )
 
     if len(ranks) > 1:
         # The fullest rank may differ between phases.
-        peaks = [max(memory.total(phase) for memory in ranks) for phase in phases]
+        peaks = [max(memory.phase_peak(phase) for memory in ranks) for phase in phases]
         row = "".join(f"{_bytes(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
         lines.append(f"{'most on any rank':<{name_width}}{row}")
         other_ranks = ranks[1 : 1 + _MAX_OTHER_RANKS]

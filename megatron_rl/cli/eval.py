@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, load_and_check, require_directory
-from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
+from megatron_rl.config.checkpoint_meta import META, complete_checkpoints, is_checkpoint
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
@@ -69,7 +69,7 @@ def require_checkpoint(path: Path) -> None:
 
     # A run folder, or its folder of checkpoints, is the likely mistake: suggest the newest in it.
     run_folder = RunFolder(path)
-    candidates = checkpoints(run_folder.checkpoints) or checkpoints(path)
+    candidates = complete_checkpoints(run_folder.checkpoints) or complete_checkpoints(path)
     if (run_folder.model / "config.json").is_file():
         candidates.append(run_folder.model)
     fix = "correct the path"

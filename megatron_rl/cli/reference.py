@@ -254,7 +254,7 @@ def _differences(section: Any) -> str:
 def _allowed_values(setting: Setting) -> str:
     """Describe the valid values of a setting: its choices or its bounds."""
     if not setting.choices:
-        return setting.bounds()
+        return setting.bounds_text()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
     if setting.or_path:
         choices += ", or `file.py:Name`"
@@ -523,7 +523,7 @@ def other_names_page() -> str:
     """Return the page with other projects' names for our keys, in a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
-        row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
+        row = f"| `{name.name}` | `{path}` | {_cell(name.difference_text())} |"
         rows_by_project.setdefault(name.project, []).append(row)
     for section, name in FOREIGN_SECTIONS.items():
         row = f"| `{section}` | {_cell(name.name)} | a section |"

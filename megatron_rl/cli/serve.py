@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.cli.common import require_directory
 from megatron_rl.cli.eval import require_checkpoint
-from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
+from megatron_rl.config.checkpoint_meta import is_checkpoint, latest_checkpoint
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.sections.schedules import token_schedule
@@ -84,7 +84,7 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
         run = RunFolder(source)
         if (run.model / "config.json").is_file():
             return run.model
-        checkpoint = latest(run.checkpoints) or source
+        checkpoint = latest_checkpoint(run.checkpoints) or source
     require_checkpoint(checkpoint)
 
     # Export next to the checkpoints, not into one: a run deletes its old checkpoints.

@@ -19,10 +19,11 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
     """Fill in the scaling factor and the target layers of the roles' adapters.
 
     ``shape`` is the shape of the actor's model, None if it is not available. It determines the layers of the
-    roles that start from the same model; for a role with another model they stay None.
+    roles that start from the same model; for a role with another model they stay None. The reason of each
+    derived value is added to ``reasons``, by the path of the value.
     """
 
-    def fill(path: str, section: Any) -> Any:
+    def fill_lora(path: str, section: Any) -> Any:
         lora = getattr(section, "lora", None)
         if lora is None:
             return section
@@ -35,7 +36,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
             lora = replace(lora, targets=default_targets(shape))
         return replace(section, lora=lora)
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_lora)
 
 
 def _has_actor_shape(config: RunConfig, section: Any) -> bool:
@@ -89,8 +90,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    The table must allow it (see `INITIAL`), the actor must have adapters, and the role must have the actor's
-    model and layout. ``config`` is resolved.
+    The role must be one that can be (`INITIAL` in its entry of the table of roles), the actor must have
+    adapters, and the role must have the actor's model and layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

@@ -286,7 +286,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
         if spec is ACTOR or spec.phase != ACTOR.phase:
             continue
 
-        if spec.need is None or spec.needed(algorithm):
+        if spec.need is None or spec.is_needed_by(algorithm):
             for path in spec.sections(config):
                 scorers[role_of(path)] = build_model_role(
                     config,
@@ -441,7 +441,7 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 
     # A separate stage trains a reward model, which is frozen once that stage has written it.
     for plan in stage_plans(config):
-        if plan.role == path and plan.ended:
+        if plan.role == path and plan.has_ended:
             return str(plan.model), False
     return section.path, section.training is not None
 

@@ -147,9 +147,9 @@ def sampling_at(sampling: SamplingParameters, position: int) -> SamplingParamete
     temperature = LinearSchedule(sampling.temperature, sampling.last_temperature, sampling.temperature_tokens)
     top_p = LinearSchedule(sampling.top_p, sampling.last_top_p, sampling.top_p_tokens)
     if sampling.temperature_tokens:
-        sampling = sampling._replace(temperature=temperature.at(position), temperature_tokens=0)
+        sampling = sampling._replace(temperature=temperature.value_at(position), temperature_tokens=0)
     if sampling.top_p_tokens:
-        sampling = sampling._replace(top_p=top_p.at(position), top_p_tokens=0)
+        sampling = sampling._replace(top_p=top_p.value_at(position), top_p_tokens=0)
     return sampling
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rl.config.derive import default_mismatch, longest_row
+from megatron_rl.config.derive import default_mismatch_thresholds, longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
@@ -136,7 +136,7 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     # At least the default: the mean over a few tokens of random prompts has more variance than the mean over
     # a batch, to which `mismatch.stop` normally applies.
     assert config.mismatch.stop is not None
-    _, default_stop, _ = default_mismatch(config.model.dtype)
+    _, default_stop, _ = default_mismatch_thresholds(config.model.dtype)
     bound = max(config.mismatch.stop, default_stop)
     # A NaN is not within the bound either.
     if mean <= bound:

@@ -246,7 +246,7 @@ def _answer_statistics(
 
     # Estimates per prompt, [P] each, since the bootstrap resamples prompts.
     estimates = {"accuracy": marks.mean(axis=1)}
-    for count in evaluation_set.settings.draws():
+    for count in evaluation_set.settings.sample_counts():
         estimates[f"pass_at_{count}"] = pass_at(marks, count)
         estimates[f"majority_at_{count}"] = majority_at(marks, votes_by_prompt, count)
 

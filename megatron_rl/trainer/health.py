@@ -154,7 +154,7 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
     return UserError(
         f"a health rule has ended the run: {rule.meaning}",
         where=f"{path} (step {measurements[-1][0]})",
-        expected=f"{rule.band()} ({_measure_text(rule)})",
+        expected=f"{rule.band_text()} ({_measure_text(rule)})",
         got=_facts(rule, measurements),
         fix=fix,
     )
@@ -165,7 +165,7 @@ def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
     # Only the last values, since a rule can require hundreds of steps.
     last = ", ".join(_text(value) for _, value in measurements[-3:])
     steps = spans([step for step, _ in measurements])
-    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band()} is healthy"
+    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band_text()} is healthy"
 
 
 def _measure_text(rule: HealthRule) -> str:

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rl.config.load import changes, dump, to_plain, without_secrets
+from megatron_rl.config.load import describe_changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import accelerated_job, role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
@@ -173,7 +173,7 @@ class Job:
             folder = folder_of_checkpoint(Path(resume))
         if resume == "never" or folder is None or not (folder.config.is_file() and folder.has_begun()):
             return []
-        return changes(
+        return describe_changes(
             folder.config.read_text(encoding="utf-8", errors="replace"),
             self.config,
         )
@@ -239,7 +239,7 @@ def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
         resumed_folder = folder_of_checkpoint(Path(resume))
         if resumed_folder is not None:
             first_start = resumed_folder.read_first_start()
-    return first_start or folder.keep_first_start(now)
+    return first_start or folder.store_first_start(now)
 
 
 def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:

@@ -79,7 +79,8 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
     items.sort(key=lambda item: -item.bytes)
     largest = ", ".join(f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS])
     return (
-        f"{plan.total(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, as `check` estimates: "
+        f"{plan.phase_peak(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, "
+        "as `check` estimates: "
         f"{largest}"
     )
 

@@ -12,9 +12,9 @@ from megatron_rl.checkpoint.megatron_lm import (
     save_megatron,
 )
 from megatron_rl.config.checkpoint_meta import (
-    check_same_model,
     is_checkpoint,
     model_identity,
+    require_same_model,
 )
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
@@ -113,7 +113,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
     model = read_pretrained(Path(config.model.path) / "config.json")
     for path in hf_models:
         identity = model_identity(read_pretrained(path / "config.json"))
-        check_same_model(
+        require_same_model(
             path,
             identity,
             model,

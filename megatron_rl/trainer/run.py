@@ -467,7 +467,9 @@ class Training:
         """
         is_last = step == self.config.steps
         evaluation = self.config.evaluation
-        scheduled_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
+        scheduled_sets = [
+            item for item in self.sets if is_last or step % evaluation.steps_between(item.name) == 0
+        ]
 
         # A deferred evaluation runs on the rollout's ranks while the others train. So it needs a run that
         # samples ahead, whose next batch is sampled with the weights to evaluate (unlike with

@@ -247,7 +247,7 @@ def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> N
     Collective over the world.
     """
     starting_models = explicit_model_paths(config)
-    trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
+    trained_roles = {item.role for item in stage_plans(config) if item.has_ended and item.role != "actor"}
     for role in roles.models:
         if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
@@ -280,7 +280,7 @@ def require_stage_models(config: RunConfig) -> None:
         ]
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
         is_read = plan.role != "actor" or bool(frozen_roles) or is_base
-        if plan.ended or not is_read:
+        if plan.has_ended or not is_read:
             continue
 
         # The advice cannot be to remove the actor's stage, since the checkpoint was trained from its model.
@@ -305,7 +305,7 @@ def set_damaged_models_aside(job: Job) -> None:
     Call it only for a run without a checkpoint: a checkpoint needs exactly the models with which it was
     trained. Collective over the world.
     """
-    ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.has_ended])
     for plan in ended_plans:
         problems = find_model_damages(plan.model)
         if not problems:
@@ -408,7 +408,7 @@ def run_alone(job: Job) -> None:
         if plan.role == "actor":
             path = job.folder.model
             if job.main:
-                job.folder.publish(plan.model)
+                job.folder.publish_model(plan.model)
         barrier()
         job.say(f"{plan.where}: the model is in {path}")
 

@@ -22,9 +22,9 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     checkpoint_path,
+    fits_any_layout,
     is_gathered,
     read_meta,
-    reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.config.token_budget import TokenBudget
@@ -210,7 +210,7 @@ class TrainerState:
         # Checkpoints of older versions do not have this key.
         self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
         if self.budget is not None:
-            self.budget = self.budget.restored(state.get("token_budget"))
+            self.budget = self.budget.restore(state.get("token_budget"))
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class Checkpoints:
         # Only their own layout can restore optimizer shards without an index: save again with a gathered
         # optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
         path = checkpoint_path(self._folder, step)
-        if not from_first_rank(lambda: reads_anywhere(read_meta(path))):
+        if not from_first_rank(lambda: fits_any_layout(read_meta(path))):
             self.save(step, ANY)
         return path
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.shards import ParameterBox
-from megatron_rl.config.checkpoint_meta import is_gathered, reads_anywhere, require_layout
+from megatron_rl.config.checkpoint_meta import fits_any_layout, is_gathered, require_layout
 from megatron_rl.errors import UserError
 
 
@@ -26,11 +26,11 @@ def test_shards_without_an_index_need_their_own_layout(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in the shards of another layout") as refused:
         require_layout(tmp_path, "actor", meta, sizes)
     assert all(text in str(refused.value) for text in ("pipeline 1", "pipeline 2", "steps=3"))
-    assert not reads_anywhere(meta)
+    assert not fits_any_layout(meta)
 
     saved["indexed_shards"] = True
     require_layout(tmp_path, "actor", meta, sizes)
-    assert reads_anywhere(meta) and not is_gathered(meta)
+    assert fits_any_layout(meta) and not is_gathered(meta)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 48), (0, 1), (5, 6), (11, 29), (24, 48), (47, 48), (0, 24)])

@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.folders import PendingCheckpoint, newest_intact, wri
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
-    latest,
+    latest_checkpoint,
     named_checkpoints,
     read_meta,
     write_meta,
@@ -147,7 +147,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
         command = [sys.executable, "-c", KILLED_BETWEEN_TWO_RENAMES, f"{final}.partial", str(final)]
         assert subprocess.run(command).returncode == -signal.SIGKILL
         assert sorted(os.listdir(tmp_path)) == ["step_4.old", "step_4.partial"]
-        assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest(tmp_path)]
+        assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest_checkpoint(tmp_path)]
         said: list[str] = []
         assert newest_intact(tmp_path, said.append) == final
         assert "step_4.old" in said[0] and damages(final) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_rl.config.checkpoint_meta import META, prune
+from megatron_rl.config.checkpoint_meta import META, prune_checkpoints
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
 from megatron_rl.trainer import evaluation
@@ -73,10 +73,10 @@ def test_diversity_of_known_answers() -> None:
 
 
 def test_the_numbers_of_samples() -> None:
-    assert EvaluationSetConfig("a").draws() == ()
-    assert EvaluationSetConfig("a", samples=2).draws() == (2,)
-    assert EvaluationSetConfig("a", samples=8).draws() == (2, 4, 8)
-    assert EvaluationSetConfig("a", samples=12).draws() == (2, 4, 8, 12)
+    assert EvaluationSetConfig("a").sample_counts() == ()
+    assert EvaluationSetConfig("a", samples=2).sample_counts() == (2,)
+    assert EvaluationSetConfig("a", samples=8).sample_counts() == (2, 4, 8)
+    assert EvaluationSetConfig("a", samples=12).sample_counts() == (2, 4, 8, 12)
 
 
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
     for step in measured:
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / META).write_text("{}")
-    prune(tmp_path / "step_5", 1, [step for step, _ in best.kept])
+    prune_checkpoints(tmp_path / "step_5", 1, [step for step, _ in best.kept])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4", "step_5"]
 
 

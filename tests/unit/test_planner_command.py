@@ -100,7 +100,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
         # What `plan` printed of this configuration is what `check` prints of it, to the last byte.
         assert run.memory == report.memory
         assert run.traffic == report.sync
-        held = {phase: max(rank.total(phase) for rank in report.memory) for phase in budget.PHASES}
+        held = {phase: max(rank.phase_peak(phase) for rank in report.memory) for phase in budget.PHASES}
         assert plan_record(run)["gigabytes"] == {phase: most / 1e9 for phase, most in held.items()}
         # A plan that does not fit is none. The search does not know the connections of its weight sync.
         connections = max(

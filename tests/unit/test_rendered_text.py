@@ -183,10 +183,10 @@ def test_the_first_start_of_a_run_is_the_first_that_any_process_keeps(tmp_path: 
     folder = RunFolder(tmp_path)
     assert folder.read_first_start() is None
     first = datetime(2024, 2, 29, 23, 59)
-    assert folder.keep_first_start(first) == first
-    assert folder.keep_first_start(first + timedelta(days=1)) == first
+    assert folder.store_first_start(first) == first
+    assert folder.store_first_start(first + timedelta(days=1)) == first
     folder.first_start.write_text("not a time")
-    assert folder.keep_first_start(first + timedelta(days=1)) == first + timedelta(days=1)
+    assert folder.store_first_start(first + timedelta(days=1)) == first + timedelta(days=1)
     assert [file.name for file in tmp_path.iterdir()] == ["first_start"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
-from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between
+from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between_syncs
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -153,7 +153,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
         minimum += 1
         reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
-        minimum += versions_between(config)
+        minimum += versions_between_syncs(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")
     expected = f"at least {minimum}: {', and '.join(reasons)}"
 

@@ -336,7 +336,7 @@ class RewardConfig:
     )
 
     def of_function(self, function: str) -> RewardConfig:
-        """Return the settings to call another function with this function's workers and limits."""
+        """Return the settings with which another function is called, with this one's workers and limits."""
         return RewardConfig(
             function,
             timeout=self.timeout,

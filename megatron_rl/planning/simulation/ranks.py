@@ -60,7 +60,7 @@ class Simulated:
         if simulated_bytes <= _MIN_BYTES:
             return 0.0
 
-        ratio = self.estimate.total(phase) / simulated_bytes
+        ratio = self.estimate.phase_peak(phase) / simulated_bytes
         # Adding 0.0 makes a negative zero positive, which would be printed with its sign.
         return round(ratio - 1, 4) + 0.0
 
@@ -137,7 +137,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
     for entry in simulated:
         for phase, name in _PHASES.items():
             simulated_size = f"{entry.bytes(phase) / _GIB:.2f} GiB"
-            estimated_size = f"{entry.estimate.total(phase) / _GIB:.2f} GiB"
+            estimated_size = f"{entry.estimate.phase_peak(phase) / _GIB:.2f} GiB"
             lines.append(
                 f"{entry.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
                 f"{entry.difference(phase):>+12.1%}"
@@ -180,7 +180,7 @@ def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
         {
             **asdict(entry.rank),
             "connections": entry.rank.connections,
-            "estimate": {phase: entry.estimate.total(phase) for phase in _PHASES},
+            "estimate": {phase: entry.estimate.phase_peak(phase) for phase in _PHASES},
             "simulated": {phase: entry.bytes(phase) for phase in _PHASES},
         }
         for entry in simulated
