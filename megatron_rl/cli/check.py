@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_gpu(name: str) -> None:
-    """Raise UserError for a GPU that is not in constants.json."""
+    """Raise UserError for a GPU that is not in the planner's constants.json."""
     constants = load_constants()
     if name not in constants.gpus and name.lower() not in constants.aliases:
         raise unknown_choice("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
@@ -134,10 +134,8 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         config[path] = {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
 
     # The data-parallel size is derived, so it is not a field of a layout.
-    roles = {
-        role: {**dataclasses.asdict(layout), "data": layout.data}
-        for role, layout in (report.layouts or {}).items()
-    }
+    layouts = report.layouts or {}
+    roles = {role: {**dataclasses.asdict(layout), "data": layout.data} for role, layout in layouts.items()}
     memory = [
         {
             "rank": rank_memory.rank,
@@ -186,7 +184,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "batch": batch,
         "scoring_pass": scoring_pass,
         "roles": roles,
-        "process_groups": process_group_counts(report.layouts or {}, report.world_size)._asdict(),
+        "process_groups": process_group_counts(layouts, report.world_size)._asdict(),
         "model": model,
         "memory": memory,
         "weight_sync": weight_sync,

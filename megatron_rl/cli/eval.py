@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoints' directories, evaluate them, and return the exit code."""
     # argparse assigns all following arguments to --checkpoint: those with = are overrides.
     overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
-    paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
+    checkpoint_paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
 
     # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
     report = load_and_check(arguments, current_launch(joins_group=True).world_size, job=TRAIN, training=True)
     config = report.valid()
-    for path in paths:
+    for path in checkpoint_paths:
         require_checkpoint(path)
 
     # A training run may have no evaluation sets, but this command needs at least one.
@@ -57,12 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     # After the check, since it imports torch, Megatron-Core and the engine.
     from megatron_rl.trainer.offline import evaluate_checkpoints
 
-    evaluate_checkpoints(config, paths, trusted=arguments.trust)
+    evaluate_checkpoints(config, checkpoint_paths, trusted=arguments.trust)
     return 0
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raise UserError unless the path is a complete training checkpoint or a Hugging Face model."""
+    """Raise UserError unless ``path`` is a complete training checkpoint or a Hugging Face model."""
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():
         return

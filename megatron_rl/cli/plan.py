@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``plan`` and return its exit code; raises UserError."""
     if args.calibrate:
-        return _calibrate(args)
+        return _calibrate_constants(args)
     if args.model and args.model.endswith((".yaml", ".yml")):
         return _plan_configuration(args)
 
@@ -168,20 +168,20 @@ def run(args: argparse.Namespace) -> int:
             got=f"plan {args.model} {' '.join(args.overrides)}",
             fix="name the configuration, or use the options that plan --help lists",
         )
-    return _search(args)
+    return _search_placements(args)
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _calibrate_constants(args: argparse.Namespace) -> int:
     """Print a run's phases with their predictions, and print or write the constants that fit them."""
     override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
-    for name, (predicted, seconds) in phases.items():
-        print(f"{name:12} {predicted:12.4g} {seconds:12.4g} {predicted / seconds:8.3f}")
+    for name, (predicted, measured) in phases.items():
+        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
 
     if args.json:
         record = {
-            name: {"predicted": predicted, "measured": seconds}
-            for name, (predicted, seconds) in phases.items()
+            name: {"predicted": predicted, "measured": measured}
+            for name, (predicted, measured) in phases.items()
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     # Without --out, print the override so that it can be redirected to a file.
@@ -226,7 +226,7 @@ def _check_precision(args: argparse.Namespace) -> None:
         )
 
 
-def problem_of(args: argparse.Namespace) -> Problem:
+def make_problem(args: argparse.Namespace) -> Problem:
     """Return the search problem that the command line describes; raises UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
@@ -240,13 +240,13 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
 
     # Without a measured mean, assume the planner's default fraction of the limit.
-    mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
+    mean_length = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
         samples=args.samples,
         optimizer_steps=args.optimizer_steps,
         prompt=float(args.prompt_tokens),
-        lengths=response_lengths(mean, float(args.response_tokens), "variable"),
+        lengths=response_lengths(mean_length, float(args.response_tokens), "variable"),
         longest=float(args.prompt_tokens + args.response_tokens),
     )
 
@@ -268,13 +268,13 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 
-def _search(args: argparse.Namespace) -> int:
+def _search_placements(args: argparse.Namespace) -> int:
     """Search the placements of a plain model, print the best, and write the files that options name."""
-    problem = problem_of(args)
+    problem = make_problem(args)
     started = time.monotonic()
     result = search_simple(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
-    runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
+    runs = [planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
     runs.sort(key=lambda run: run.prediction.total)
     runs = runs[: max(1, args.best)]
 
@@ -291,7 +291,9 @@ def _search(args: argparse.Namespace) -> int:
 def _plan_configuration(args: argparse.Namespace) -> int:
     """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
     # An option with its default value cannot be distinguished from an absent one, and changes nothing.
-    explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
+    explicit_options = [
+        name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default
+    ]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(
@@ -308,10 +310,10 @@ def _plan_configuration(args: argparse.Namespace) -> int:
         overrides.append(f"world_size={args.gpus}")
     constants = load_constants(args.constants)
     plans = plan_configuration(Path(args.model), overrides, None, args.gpu, constants)
-    best = plans.found[: max(1, args.best)]
-    print(configured_text(args.model, plans, best))
+    best_plans = plans.found[: max(1, args.best)]
+    print(configured_text(args.model, plans, best_plans))
     if args.json:
-        records = [configured_record(plan) for plan in (plans.given, *best)]
+        records = [configured_record(plan) for plan in (plans.given, *best_plans)]
         Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0
 
@@ -325,7 +327,7 @@ def _model_path(model: str) -> str:
     return model
 
 
-def _paths(args: argparse.Namespace) -> Paths:
+def _config_paths(args: argparse.Namespace) -> Paths:
     """Return the paths of models, data and rewards that a plan's configuration contains."""
     return Paths(
         model=args.model_path or _model_path(args.model),

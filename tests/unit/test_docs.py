@@ -18,7 +18,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
-from megatron_rl.cli.main import main, parse
+from megatron_rl.cli.main import main, parse_command_line
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 
@@ -241,7 +241,7 @@ def test_commands_parse(name: str) -> None:
         words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z]+=\S+|\[.*|.*\]", word)]
         program = next((word for word in words if word in ("megatron-rl", "megatron_rl")), None)
         if program is not None:
-            parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
+            parse_command_line([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
         elif words[0] not in ELSEWHERE and "-m" not in words:
             script = next(word for word in words if "/" in word)
             assert list(ROOT.glob(script)), line

@@ -101,10 +101,10 @@ def schedule_errors(
         yield from _step_errors(path, value, description)
         return
 
-    if set(value) != {"start", "endpoint", _TOKENS}:
+    if set(value) != {"start", "end", _TOKENS}:
         yield _shape_error(path, value)
         return
-    for name in ("start", "endpoint"):
+    for name in ("start", "end"):
         endpoint = value[name]
         if isinstance(endpoint, Mapping):
             yield from _step_errors(f"{path}.{name}", endpoint, description, lowest_number)
