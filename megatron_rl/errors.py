@@ -200,12 +200,12 @@ def _edit_distance(source: str, target: str) -> int:
     # Dynamic programming: row i, column j of the table is the distance of source[:i] and target[:j].
     row_before_previous: list[int] = []
     previous_row = list(range(len(target) + 1))
-    for i, letter in enumerate(source, start=1):
+    for i, source_letter in enumerate(source, start=1):
         row = [i]
         for j, target_letter in enumerate(target, start=1):
-            replacement = previous_row[j - 1] + (letter != target_letter)
+            replacement = previous_row[j - 1] + (source_letter != target_letter)
             distance = min(previous_row[j] + 1, row[j - 1] + 1, replacement)
-            if i > 1 and j > 1 and letter == target[j - 2] and source[i - 2] == target_letter:
+            if i > 1 and j > 1 and source_letter == target[j - 2] and source[i - 2] == target_letter:
                 distance = min(distance, row_before_previous[j - 2] + 1)
             row.append(distance)
 

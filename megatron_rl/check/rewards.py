@@ -428,10 +428,10 @@ def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
         yield _ContainedFunction(reward, "reward.function")
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _ContainedFunction(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
+        yield _ContainedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.user_functions().items():
-            yield _ContainedFunction(reward.of_function(function), f"evaluation.sets.{name}.{key}")
+            yield _ContainedFunction(reward.with_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 

@@ -35,7 +35,7 @@ from megatron_rl.config.other_names import (
 from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import REMOVED, is_setting
-from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, set_value
+from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, set_node
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"
@@ -437,11 +437,11 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     # `policy_loss: gspo` is short for a section; with a setting below it, show the expanded section.
     shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
     replaced = copy.deepcopy(base)
-    set_value(replaced, key.split("."), _tree(value))
+    set_node(replaced, key.split("."), _tree(value))
     problems = [error for error in _configuration_errors(replaced, key) if str(error) not in errors_before]
     if problems and piece:
-        set_value(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
-        set_value(replaced, key.split("."), _tree(value))
+        set_node(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
+        set_node(replaced, key.split("."), _tree(value))
         problems = [
             error for error in _configuration_errors(replaced, key) if str(error) not in errors_before
         ]

@@ -79,7 +79,7 @@ def report_text(
     sections: configuration, algorithm, batch, roles, data, accelerator, memory by item, weight sync, health
     rules.
     """
-    blocks = ["\n".join(first_lines(report, name))]
+    blocks = ["\n".join(summary_lines(report, name))]
     if verbose:
         blocks += _verbose_sections(report)
     if simulated is not None:
@@ -139,7 +139,7 @@ def _verbose_sections(report: CheckReport) -> list[str]:
     return blocks
 
 
-def first_lines(report: CheckReport, name: str) -> list[str]:
+def summary_lines(report: CheckReport, name: str) -> list[str]:
     """Return the first five lines: verdict, size, memory, weight sync and predicted seconds of a step."""
     rows = [
         ("run", _run_line(report)),

@@ -144,7 +144,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``plan`` and return its exit code; raises UserError."""
+    """Calibrate the constants, plan a configuration, or search placements, by the arguments that are given.
+
+    Returns the exit code; raises UserError for invalid arguments.
+    """
     if args.calibrate:
         return _calibrate_constants(args)
     if args.model and args.model.endswith((".yaml", ".yml")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_rl.cli.check_text import first_lines
+from megatron_rl.cli.check_text import summary_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import numbered_lines
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration, then train.
+    """Check the configuration, train, and return the exit code.
 
     Every rank checks the same input before the first collective, so all ranks exit with the same errors and
     no rank hangs.
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Raises the errors, after the warnings that may explain them.
     config = report.valid()
     if process_rank() == 0:
-        lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
+        lines = [*summary_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
         print("\n".join(lines), flush=True)
 
     # Import after the check, since it takes long. Output of the libraries goes to the rank's log.

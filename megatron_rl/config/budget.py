@@ -250,8 +250,8 @@ def rank_memory(
         if role != "rollout":
             items += _frozen_role_items(config, role, layout, rank, shape, batch)
         elif config.rollout.capabilities.in_process:
-            awake = ("generate",) if rank in asleep else PHASES
-            items += _engine_items(config, layout, shape, batch, awake)
+            awake_phases = ("generate",) if rank in asleep else PHASES
+            items += _engine_items(config, layout, shape, batch, awake_phases)
             items += connection_items
         # Other engines run in servers outside the job's ranks.
 
@@ -413,11 +413,11 @@ class CheckpointMemory:
 
 
 def checkpoint_memory(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], rank_memories: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return the memory that a checkpoint needs while it is saved; None if no role has an optimizer.
+    """Return the memory that a checkpoint needs during a save; None if no role has an optimizer.
 
-    ``memory``: estimate of each rank, from `memory_plan`.
+    ``rank_memories`` are the estimates of `memory_plan`.
     """
     shards = 0
     gathered = 0
@@ -426,7 +426,7 @@ def checkpoint_memory(
     for path, section in learner_sections(config).items():
         role = role_of(path)
         optimizer_name = "optimizer" if role == "actor" else f"{role} optimizer"
-        items = [item for rank in memory for item in rank.items]
+        items = [item for rank in rank_memories for item in rank.items]
         optimizer_sizes = [item.bytes for item in items if item.name == optimizer_name]
         weight_sizes = [item.bytes for item in items if item.name == f"{role} weights"]
         if not optimizer_sizes:
@@ -680,9 +680,13 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
 
 
 def _engine_items(
-    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
+    config: RunConfig,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    batch: BatchPlan,
+    awake_phases: tuple[str, ...],
 ) -> list[MemoryItem]:
-    """Return the memory items of an in-process engine, whose weights are resident in the phases ``awake``."""
+    """Return the memory items of an in-process engine, whose weights are resident in ``awake_phases``."""
     element_bytes = DTYPE_BYTES[config.model.dtype]
     parameter_count = rollout_parameters(shape, layout.tensor)
     weight_bytes = element_bytes * parameter_count
@@ -707,7 +711,7 @@ def _engine_items(
 
     weight_detail = f"{parameter_count / 1e6:,.1f}M parameters x {element_bytes} B"
     return [
-        MemoryItem("rollout weights", weight_bytes, awake, weight_detail),
-        MemoryItem("key-value cache", cache_bytes, awake, detail),
+        MemoryItem("rollout weights", weight_bytes, awake_phases, weight_detail),
+        MemoryItem("key-value cache", cache_bytes, awake_phases, detail),
         MemoryItem("sync staging", staging_bytes, ("generate",), "at most, during a weight sync"),
     ]

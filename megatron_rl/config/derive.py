@@ -119,7 +119,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """Configuration with its derived values.
 
     Example: ``reasons["actor.layout.sequence_parallel"] == "on: tensor is 2"``.
@@ -132,7 +132,7 @@ class Resolved:
 
 
 def even_shares(total: int, count: int) -> tuple[int, int]:
-    """Return the smallest and the largest of ``count`` shares of ``total`` that are as equal as possible.
+    """Divide ``total`` into ``count`` shares as equal as possible; return the smallest and the largest share.
 
     Example:
         >>> even_shares(10, 4)
@@ -142,7 +142,10 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that is divisible by the parallel sizes of every role."""
+    """Return the smallest number of processes on which the parallel sizes of all roles fit.
+
+    It is divisible by the sizes of each layout, and large enough for every explicit rank.
+    """
     sizes = []
 
     # Ranks count from 0, so an explicit rank r needs a world of r + 1.
@@ -248,7 +251,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
-    """Return the batch arithmetic of a valid configuration and its layouts by role."""
+    """Return the batch arithmetic of a valid configuration; ``layouts`` maps roles to their layouts."""
     batch = config.batch
     actor = layouts["actor"]
     rollout = layouts["rollout"]
@@ -305,7 +308,7 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
-) -> Resolved:
+) -> ResolvedConfig:
     """Fill in every unset value of a configuration, with a reason for each.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
@@ -349,7 +352,7 @@ def resolve(
         rollout=_fill_rollout(config.rollout, reasons),
         asynchrony=_fill_asynchrony(config, reasons),
     )
-    return Resolved(resolved, reasons)
+    return ResolvedConfig(resolved, reasons)
 
 
 def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConfig:

@@ -174,9 +174,15 @@ def type_text(hint: Any) -> str:
 
 def _option_text(option: Any) -> str:
     """Return one member of a union as text."""
-    simple = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if option in simple:
-        return simple[option]
+    simple_texts = {
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    if option in simple_texts:
+        return simple_texts[option]
 
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)

@@ -247,10 +247,10 @@ def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) 
 
 def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
     """Yield our key and another project's name of it, for each name that a field lists."""
-    yield from _names_below(RunConfig, "")
+    yield from _iter_foreign_names(RunConfig, "")
 
 
-def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
+def _iter_foreign_names(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
     """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
@@ -262,7 +262,7 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
 
         section = section_class(field_hints(cls)[item.name])
         if section is not None:
-            yield from _names_below(section, f"{path}.")
+            yield from _iter_foreign_names(section, f"{path}.")
 
 
 @dataclass(eq=False)

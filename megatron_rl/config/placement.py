@@ -123,7 +123,10 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
 
 
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Return the layout of every role of the job; sizes that do not fit together are not an error here."""
+    """Return the layout of each role of the job by its name.
+
+    Sizes that do not fit together are not an error here.
+    """
     config = with_ranks(config, world_size)
     layouts = {}
     for path, section in layout_sections(config).items():

@@ -247,7 +247,7 @@ def is_setting(item: dataclasses.Field) -> bool:
 
 
 def iter_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Yield the path, the description and the value of every key below a section that is present."""
+    """Yield (path, description, value) of every key in ``section``, which is at ``prefix``, and below it."""
     for path, item, value in _fields_of(section, prefix):
         if not is_section(value):
             yield path, setting_of(item), value
@@ -280,7 +280,7 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
 
 def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
-    """Yield the path and the value of every section of a class that is present below a section."""
+    """Yield (path, section) of every section of the class ``cls`` in ``section``, which is at ``prefix``."""
     if isinstance(section, cls):
         yield prefix, section
     for path, _, value in _fields_of(section, prefix):
@@ -292,7 +292,7 @@ def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[
 
 
 def is_section(value: Any) -> bool:
-    """Return whether a value is a section: a dataclass, or a mapping of names to dataclasses."""
+    """Return whether a value is a section: a dataclass, or a non-empty mapping of names to dataclasses."""
     if isinstance(value, dict):
         return bool(value) and all(dataclasses.is_dataclass(entry) for entry in value.values())
     return dataclasses.is_dataclass(value)

@@ -483,7 +483,7 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
 
         node = _override_value(value, origin, errors)
         if node is not None:
-            set_value(tree, names, node)
+            set_node(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
@@ -492,8 +492,8 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
     return _parse_yaml(value, "the value of an override", lambda line: origin, errors, fix=fix)
 
 
-def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
-    """Set the value at a dotted path, given as its names, in a tree."""
+def set_node(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
+    """Set the node at a path in a tree; ``names`` are the parts of its dotted path."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
@@ -504,7 +504,7 @@ def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None
 
 
 def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Replace the node of a name; a null that replaces another value restores the default."""
+    """Set the node of a name in a section; a null that replaces another node restores the default."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:
         node = Leaf(None, node.origin, unsets=True)

@@ -79,7 +79,7 @@ class ResponseFilters:
         self.takes: frozenset[str] = frozenset()
         self.missing: tuple[str, ...] = ()
         if config.function is not None:
-            self._function = FunctionReward(reward.of_function(config.function), key=FILTER_KEY)
+            self._function = FunctionReward(reward.with_function(config.function), key=FILTER_KEY)
             self.takes = self._function.takes - {GROUP}
             self.missing = self._function.missing
 

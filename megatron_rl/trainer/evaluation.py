@@ -124,7 +124,7 @@ def _function_role(
 
     ``path``: configuration key of the function, for errors.
     """
-    return RewardRole(config.reward.of_function(function), tokenizer, path)
+    return RewardRole(config.reward.with_function(function), tokenizer, path)
 
 
 def evaluate(

@@ -335,7 +335,7 @@ class RewardConfig:
         conversion="ours has a name for each: NAME.path",
     )
 
-    def of_function(self, function: str) -> RewardConfig:
+    def with_function(self, function: str) -> RewardConfig:
         """Return the settings with which another function is called, with this one's workers and limits."""
         return RewardConfig(
             function,
