@@ -13,14 +13,14 @@ NUMBERS_DEPEND_ON = (
 )  # fmt: skip
 
 
-def release_series(version: str) -> tuple[int, int]:
+def release_series(version_text: str) -> tuple[int, int]:
     """Return the (major, minor) numbers of a version; (0, 0) for a text that is no version.
 
     Example:
         >>> release_series("2.13.0a0+9186a08b2c.nv26.07"), release_series("0.32.1rc2.dev5+g12ab")
         ((2, 13), (0, 32))
     """
-    match = re.match(r"v?(\d+)(?:\.(\d+))?", version)
+    match = re.match(r"v?(\d+)(?:\.(\d+))?", version_text)
     if match is None:
         return (0, 0)
     major = int(match[1])
@@ -45,7 +45,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the version of Python and of each installed distribution among ``names``."""
     versions = {"python": platform.python_version()}
     for name in names:
-        version_text = installed_version(name)
-        if version_text is not None:
-            versions[name] = version_text
+        installed = installed_version(name)
+        if installed is not None:
+            versions[name] = installed
     return versions

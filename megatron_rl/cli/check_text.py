@@ -527,30 +527,30 @@ def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
         return []
 
     settings = config.checkpoint
-    layout = settings.optimizer_layout or ANY
-    if layout == SAME:
-        layout_text = f"optimizers in shards, {_bytes_text(memory.shards)} a rank, which any layout reads"
+    saved_layout = settings.optimizer_layout or ANY
+    if saved_layout == SAME:
+        optimizer_text = f"optimizers in shards, {_bytes_text(memory.shards)} a rank, which any layout reads"
         other_layout = ANY
     else:
-        layout_text = f"optimizers gathered for any layout, {_bytes_text(memory.gathered)} on a rank"
+        optimizer_text = f"optimizers gathered for any layout, {_bytes_text(memory.gathered)} on a rank"
         other_layout = SAME
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking_part = "the copy to the host" if settings.asynchronous else "it"
-    per_node = f"{_bytes_text(memory.host_bytes(layout))} of host memory a node"
+    per_node = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
     per_node += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     limit = settings.stop_seconds or 0
-    rate = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
+    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
     if seconds > limit:
-        rate += ": too few; raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
+        rate_text += ", which is too short: raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
     return [
         (
             f"checkpoint every {_count_text(settings.every, 'step')}",
-            f"{layout_text}; steps wait for {blocking_part}",
+            f"{optimizer_text}; steps wait for {blocking_part}",
         ),
         ("memory of a checkpoint", per_node),
-        (f"checkpoint written in {seconds:,.0f} s", f"at {rate}"),
+        (f"checkpoint written in {seconds:,.0f} s", f"at {rate_text}"),
     ]
 
 

@@ -278,13 +278,14 @@ def _search_placements(args: argparse.Namespace) -> int:
     result = search_simple(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
     runs = [planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
-    runs.sort(key=lambda run: run.prediction.total)
+    runs.sort(key=lambda planned: planned.prediction.total)
     runs = runs[: max(1, args.best)]
 
     print(plans_text(problem, runs, result.layouts, result.evaluated))
     print(f"\nsearched {time.monotonic() - started:.1f} s")
     if args.json:
-        Path(args.json).write_text(json.dumps([plan_record(run) for run in runs], indent=1) + "\n")
+        records = [plan_record(planned) for planned in runs]
+        Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     if args.out:
         Path(args.out).write_text(config_text(problem, runs[0]))
         print(f"wrote {args.out}: {runs[0].plan.name}")

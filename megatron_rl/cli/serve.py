@@ -81,10 +81,10 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
     checkpoint = source
     if not is_checkpoint(source):
-        run = RunFolder(source)
-        if (run.model / "config.json").is_file():
-            return run.model
-        checkpoint = latest_checkpoint(run.checkpoints) or source
+        run_folder = RunFolder(source)
+        if (run_folder.model / "config.json").is_file():
+            return run_folder.model
+        checkpoint = latest_checkpoint(run_folder.checkpoints) or source
     require_checkpoint(checkpoint)
 
     # Export next to the checkpoints, not into one: a run deletes its old checkpoints.
