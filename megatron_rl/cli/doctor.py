@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import socket
 import sys
@@ -136,10 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _has_error(sections: Sections) -> bool:
     """Return whether any finding of any section is an error."""
-    for findings in sections.values():
-        if any(finding.level == "error" for finding in findings):
-            return True
-    return False
+    all_findings = itertools.chain.from_iterable(sections.values())
+    return any(finding.level == "error" for finding in all_findings)
 
 
 def _print_errors(errors: list[Finding]) -> None:

@@ -295,9 +295,7 @@ def _search_placements(args: argparse.Namespace) -> int:
 def _plan_configuration(args: argparse.Namespace) -> int:
     """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
     # An option with its default value cannot be distinguished from an absent one, and changes nothing.
-    explicit_options = [
-        name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default
-    ]
+    explicit_options = [name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(

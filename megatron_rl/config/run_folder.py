@@ -89,10 +89,7 @@ class RunFolder:
 
     def has_begun(self) -> bool:
         """Return whether the folder contains any state that a restart would resume from."""
-        for folder in (self.checkpoints, self.stages):
-            if folder.is_dir() and any(folder.iterdir()):
-                return True
-        return False
+        return any(folder.is_dir() and any(folder.iterdir()) for folder in (self.checkpoints, self.stages))
 
     def start_over(self) -> None:
         """Rename checkpoints and models of an earlier run, so that this run does not resume from them."""

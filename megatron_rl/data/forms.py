@@ -117,7 +117,7 @@ def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[st
     """Yield which field each setting's code reads: (``ground_truth`` or ``metadata``, setting) pairs."""
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
-        for name, function in set_config.functions().items():
+        for name, function in set_config.user_functions().items():
             yield from _read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
     # An evaluation set without a separate reward uses the run's.

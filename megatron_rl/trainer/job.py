@@ -524,7 +524,7 @@ def code_of(config: RunConfig) -> Iterator[str]:
             yield reward.judge.template
 
     for settings in config.evaluation.sets.values():
-        yield from settings.functions().values()
+        yield from settings.user_functions().values()
 
     if config.rollout.filters.function is not None:
         yield config.rollout.filters.function

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_rl.cli.check_picture import NodeKind, nodes_per_group, node_kinds
+from megatron_rl.cli.check_picture import NodeKind, node_kinds, nodes_per_group
 from megatron_rl.cli.main import main
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import byte_text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.health import RULES, RULE_OF, VALUE, health_rules
+from megatron_rl.config.health import RULE_OF, RULES, VALUE, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning
