@@ -128,7 +128,7 @@ def small_values(key: Key) -> st.SearchStrategy[Any]:
             (bound for bound in (setting.at_most, setting.less_than) if bound is not None), lowest + 2
         )
         return st.floats(lowest, min(highest, lowest + 2), exclude_min=setting.more_than is not None).filter(
-            setting.contains
+            setting.is_within_bounds
         )
     if accepts_none(key.hint):
         return st.none()

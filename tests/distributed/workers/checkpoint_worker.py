@@ -256,7 +256,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         return all_messages
 
     result: dict[str, Any] = {"messages": failed_save_messages(checkpoint, "write_meta", True)}
-    result["unread"] = failed_save_messages(durable, "digests", device.rank() == 1)
+    result["unread"] = failed_save_messages(durable, "compute_digests", device.rank() == 1)
     result["there"] = target.exists()
 
     for step in (4, 5):
