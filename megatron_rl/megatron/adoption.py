@@ -35,12 +35,12 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     """
     chunks = [_unwrap_chunk(chunk) for chunk in wrapped]
     config: Any = chunks[0].config
-    layout = ParallelLayout(tuple(range(dist.get_world_size())), **layout_of(wrapped))
+    layout = ParallelLayout(tuple(range(dist.get_world_size())), **parallel_sizes(wrapped))
     groups = ParallelGroups(layout)
-    _check_groups(groups)
+    _require_equal_groups(groups)
 
     for chunk in wrapped:
-        _check_gradients(chunk)
+        _require_unscaled_gradients(chunk)
         # Disable the checks of Megatron's own training loop: `Optimizer.step` raises for a norm that is not
         # finite.
         chunk.ddp_config.check_for_nan_in_grad = False
@@ -72,7 +72,7 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     return ParallelModel(chunks, list(wrapped), groups, spec, fused)
 
 
-def require_set_up(
+def require_megatron_setup(
     model: Any,
     optimizer: Any,
     scheduler: Any,
@@ -118,7 +118,7 @@ def _wrong_type(
     )
 
 
-def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
+def parallel_sizes(wrapped: Sequence[Any]) -> dict[str, Any]:
     """Return the parallel sizes of a training script's chunks, keyed by the fields of `ParallelLayout`."""
     config: Any = wrapped[0].config
     return {
@@ -143,7 +143,7 @@ def _unwrap_chunk(chunk: Any) -> Any:
     return chunk
 
 
-def _check_groups(groups: ParallelGroups) -> None:
+def _require_equal_groups(groups: ParallelGroups) -> None:
     """Raise UserError if one of Megatron's process-global groups has other ranks than the role's group."""
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
@@ -164,7 +164,7 @@ def _check_groups(groups: ParallelGroups) -> None:
             )
 
 
-def _check_gradients(chunk: Any) -> None:
+def _require_unscaled_gradients(chunk: Any) -> None:
     """Raise UserError if Megatron's DDP scales gradients: losses have global denominators already."""
     buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
     factors = {buffer.gradient_scaling_factor for buffer in buffers}

@@ -335,7 +335,7 @@ def attach_adapters(
         # Under recompute a layer has gradients only if an input requires one. A frozen embedding's output
         # does not, and all gradients would be zero, without an error.
         model.chunks[0].embedding.register_forward_hook(_require_gradient)
-    start_adapters(model, seed, initial)
+    initialise_adapters(model, seed, initial)
 
 
 @torch.no_grad()
@@ -359,7 +359,7 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
     return chunk.output_layer.weight
 
 
-def start_adapters(
+def initialise_adapters(
     model: ParallelModel,
     seed: int,
     initial: TensorSource | None = None,
@@ -609,7 +609,7 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
     for name, adapter in _adapters(model):
         weight = weights[_adapted_weight_name(name)]
         weight.copy_(adapter.merged(weight))
-    start_adapters(model, seed)
+    initialise_adapters(model, seed)
 
 
 def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:

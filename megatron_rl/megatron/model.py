@@ -33,7 +33,7 @@ from megatron_rl.megatron.layers import (
     RowAttention,
     attention_backend_of_process,
     block_spec,
-    output_layer_without_accumulation,
+    allow_plain_output_layer,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (
@@ -428,7 +428,7 @@ def build_model(
 
     # Weights are random until a checkpoint is loaded; with the same seed replicas start with equal weights.
     chunks = []
-    with device.megatron_mode(), output_layer_without_accumulation(fused and provider is None):
+    with device.megatron_mode(), allow_plain_output_layer(fused and provider is None):
         device.seed_tensor_parallel(seed, groups.coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
             if provider is None:

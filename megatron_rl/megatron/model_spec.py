@@ -21,7 +21,7 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.megatron.blocks import finish_blocks, prepare_blocks
 from megatron_rl.megatron.features import FEATURES
-from megatron_rl.megatron.layers import both_frequencies, set_rotary_factor
+from megatron_rl.megatron.layers import join_frequencies, set_rotary_factor
 from megatron_rl.megatron.norms import prepare_post_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
@@ -101,7 +101,7 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
-    frequencies, the result of `both_frequencies`, one tensor after the other."""
+    frequencies, the result of `join_frequencies`, one tensor after the other."""
     local_frequencies: int
     """Number of local frequencies, the first ones; 0 if local attention has no separate ones."""
     local_rotary_factor: float
@@ -207,7 +207,7 @@ def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
 
     local, _ = _frequencies(hf_config, model, "sliding_attention")
     full, factor = _frequencies(hf_config, model, "full_attention")
-    return both_frequencies(local, full), factor
+    return join_frequencies(local, full), factor
 
 
 def _frequencies(

@@ -25,7 +25,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
-from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
+from megatron_rl.megatron.log_probs import Support, TopTokens, make_support
 from megatron_rl.megatron.logit_rules import RowRules, build_row_rules, token_temperatures
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
@@ -279,7 +279,7 @@ def _routed_tokens(
         return None
 
     local = model.local_tokens(len(positions) + padding)
-    real = max(0, min(len(positions), local.stop) - local.start)
+    real_count = max(0, min(len(positions), local.stop) - local.start)
     token_rows = None
     if model.routing.has_losses:
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
@@ -293,12 +293,12 @@ def _routed_tokens(
         )
     experts = getattr(batch, "experts", None)
     if experts is None:
-        return RoutedTokens(None, real, token_rows)
+        return RoutedTokens(None, real_count, token_rows)
 
     # -1 lets the router choose, as it does for padding.
     replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
-    replayed[:real] = experts[positions[local]]
-    return RoutedTokens(replayed, real, token_rows)
+    replayed[:real_count] = experts[positions[local]]
+    return RoutedTokens(replayed, real_count, token_rows)
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
@@ -306,7 +306,7 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
-    return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
+    return make_support(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
 def _rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
@@ -550,7 +550,7 @@ def _run(
         )
 
     if model.routing is not None:
-        model.routing.begin(trains=not forward_only)
+        model.routing.begin_pass(trains=not forward_only)
 
     virtual_pipeline = None
     if interleaved:
@@ -676,7 +676,7 @@ def _forward_step(
 
     route = nullcontext()
     if model.routing is not None and micro.routed is not None:
-        route = model.routing.forward(micro.routed)
+        route = model.routing.route_tokens(micro.routed)
     with route:
         output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]

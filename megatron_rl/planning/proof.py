@@ -31,7 +31,7 @@ from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
-from megatron_rl.megatron.log_probs import kernel_errors, kernels_work
+from megatron_rl.megatron.log_probs import measure_kernel_errors, kernels_work
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
 from megatron_rl.shapes.hardware import GB, Constants, load_constants
@@ -259,7 +259,7 @@ def probe_kernel() -> tuple[bool, str]:
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
     # Errors relative to float64: of the values, and of the gradients by kind of token.
-    values, gradients = kernel_errors(torch.bfloat16)
+    values, gradients = measure_kernel_errors(torch.bfloat16)
     errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
     return kernels_work(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
 

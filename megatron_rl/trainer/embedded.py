@@ -18,8 +18,8 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.megatron.adoption import (
     adopt_model,
-    layout_of,
-    require_set_up,
+    parallel_sizes,
+    require_megatron_setup,
 )
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer
@@ -62,7 +62,7 @@ class EmbeddedTrainer:
     ) -> None:
         # The script has already initialised communication; this only selects its device.
         device.initialize()
-        require_set_up(model, optimizer, scheduler)
+        require_megatron_setup(model, optimizer, scheduler)
         self.config = _checked_config(config, model, overrides)
         self.algorithm = algorithm_of(self.config)
 
@@ -139,7 +139,7 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
     Raises UserErrors for settings that are invalid or not supported here.
     """
     # Memory estimate and checks must use the layout and dtype of the script's model.
-    settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
+    settings = [f"actor.layout.{name}={size}" for name, size in parallel_sizes(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
 
     report = check_config(

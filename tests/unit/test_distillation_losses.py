@@ -29,7 +29,7 @@ from megatron_rl.megatron.log_probs import (
     Support,
     TopTokens,
     VocabularyShard,
-    support_of,
+    make_support,
     vocab_parallel_log_probs,
     vocab_parallel_top_tokens,
 )
@@ -75,7 +75,7 @@ def truncation(targets: Tensor) -> tuple[Support, Tensor]:
     sizes = inside.sum(1)
     sizes[3] = 0
     inside[3] = False
-    support = support_of(sizes.int(), inside.nonzero()[:, 1].int())
+    support = make_support(sizes.int(), inside.nonzero()[:, 1].int())
     inside[3] = True
     return support, ~inside
 
@@ -161,7 +161,7 @@ def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
     slopes = torch.autograd.grad(mixed_loss(*leaves[:2], leaves[2].exp()), leaves)
     buckets = BucketGradients(ids, log_buckets, slopes[2])
     gradients = [
-        head._gradients(
+        head._compute_gradients(
             states.detach(), piece, targets, temperature, log_normaliser, scalars[1], *slopes[:2], shard, 4,
             buckets=buckets,
         )
