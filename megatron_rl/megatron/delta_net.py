@@ -95,10 +95,10 @@ class PackedDeltaNet(GatedDeltaNet):
 
         # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
         outputs = []
-        buckets = zip(packed.fill(qkv), packed.fill(rates_and_decays), strict=True)
+        buckets = zip(packed.fill_buckets(qkv), packed.fill_buckets(rates_and_decays), strict=True)
         for bucket_qkv, bucket_rates_and_decays in buckets:
             outputs.append(self._compute_bucket(bucket_qkv, bucket_rates_and_decays).flatten(0, 1))
-        output = packed.join(outputs)
+        output = packed.join_buckets(outputs)
 
         # The norm of each head comes before its gate.
         gate = gate.view_as(output)

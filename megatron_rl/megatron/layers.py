@@ -344,11 +344,11 @@ class PackedAttention(nn.Module, RowAttention):
         packed_seq_params: PackedRows,
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
-        buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
+        buckets = zip(*map(packed_seq_params.fill_buckets, (query, key, value)), strict=True)
         attend = self._compute_bucket
         if self.softmax_offset is not None:
             attend = self._compute_bucket_with_sinks
-        return packed_seq_params.join([attend(*bucket) for bucket in buckets])
+        return packed_seq_params.join_buckets([attend(*bucket) for bucket in buckets])
 
     def _compute_bucket_with_sinks(
         self,

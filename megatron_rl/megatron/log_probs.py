@@ -301,8 +301,8 @@ def _row_tiles(
 ) -> Iterator[tuple[VocabularyShard, slice]]:
     """Yield (shard, rows of the weight) for consecutive tiles of the weight's ``row_count`` rows.
 
-    A tile has ``tile_rows`` rows; the last one may have fewer. Each tile is described as a smaller shard, so that
-    the code for shards can be used for tiles.
+    A tile has ``tile_rows`` rows; the last one may have fewer. Each tile is described as a smaller shard, so
+    that the code for shards can be used for tiles.
     """
     for first_row in range(0, row_count, tile_rows):
         yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + tile_rows)
@@ -851,9 +851,9 @@ def vocab_parallel_log_probs(
     With ``bucket_ids`` [n, k], distinct token ids or -1 for none, the log-probs of k + 1 buckets follow:
     of each of these tokens, and of all other tokens together, [n, k + 1] float32.
 
-    ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of the
-    output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n] divides
-    the logits. At most ``chunk`` * V / tp logits exist at a time.
+    ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
+    the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]
+    divides the logits. At most ``chunk`` * V / tp logits exist at a time.
 
     Gradients of ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller
     whose sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;

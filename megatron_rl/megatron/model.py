@@ -252,7 +252,7 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the boundaries of consecutive rows in the form that this model's attention takes.
+        """Return the boundaries of consecutive packed rows in the form that this model's attention takes.
 
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
@@ -434,7 +434,7 @@ def build_model(
             if provider is None:
                 chunk = _build_chunk(spec, groups, stage, fused, core_attention)
             else:
-                chunk = provider.build(spec, groups, stage, provider_config)
+                chunk = provider.build_chunk(spec, groups, stage, provider_config)
             finish_chunk(chunk, spec, seed)
             chunks.append(chunk.to(device.device()))
 

@@ -166,13 +166,13 @@ def model_spec(
                 got=str(error),
             ) from error
 
-    frequencies, magnitude = rotary_frequencies(hf_config)
-    if magnitude != 1.0:
-        set_rotary_factor(transformer_config, magnitude)
+    inverse_frequencies, rotary_factor = rotary_frequencies(hf_config)
+    if rotary_factor != 1.0:
+        set_rotary_factor(transformer_config, rotary_factor)
     local_count = 0
-    local_magnitude = magnitude
+    local_rotary_factor = rotary_factor
     if "full_attention" in hf_config.rope_parameters:
-        local, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
+        local, local_rotary_factor = _rope_frequencies(hf_config, model, "sliding_attention")
         local_count = len(local)
 
     gpt_kwargs = {
@@ -189,9 +189,9 @@ def model_spec(
         gpt_kwargs,
         model,
         hf_config,
-        frequencies,
+        inverse_frequencies,
         local_count,
-        local_magnitude,
+        local_rotary_factor,
     )
 
 
@@ -203,14 +203,14 @@ def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
-        return _frequencies(hf_config, model, None)
+        return _rope_frequencies(hf_config, model, None)
 
-    local, _ = _frequencies(hf_config, model, "sliding_attention")
-    full, factor = _frequencies(hf_config, model, "full_attention")
+    local, _ = _rope_frequencies(hf_config, model, "sliding_attention")
+    full, factor = _rope_frequencies(hf_config, model, "full_attention")
     return join_frequencies(local, full), factor
 
 
-def _frequencies(
+def _rope_frequencies(
     hf_config: Any,
     model: PretrainedModel,
     layer_type: str | None,
@@ -244,8 +244,13 @@ def _head_size(shape: ModelShape, layer_type: str | None) -> int:
     if layer_type is not None:
         for layer in range(shape.layers):
             is_local = layer in shape.sliding_layers
-            if is_local == (layer_type == "sliding_attention") and shape.block(layer).mixer.key_size(shape):
-                return shape.block(layer).mixer.key_size(shape)
+            if is_local != (layer_type == "sliding_attention"):
+                continue
+
+            # Mixers without attention heads have the key size 0.
+            key_size = shape.block(layer).mixer.key_size(shape)
+            if key_size:
+                return key_size
     return shape.head_dim
 
 

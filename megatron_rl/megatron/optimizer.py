@@ -39,11 +39,11 @@ def wrap_in_ddp(
     from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator its
     defaults (`shapes.accelerator`) fill in the others. Collective over the model's ranks.
     """
-    values: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
+    ddp_settings: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
 
     # Overlap the gather of weights only together with the reduction of gradients: Megatron gathers weights in
     # the forward pass only if gradients are reduced during the backward pass. A host has nothing to overlap.
-    overlaps_gather = distributed and values.get("overlap_grad_reduce", not device.on_host())
+    overlaps_gather = distributed and ddp_settings.get("overlap_grad_reduce", not device.on_host())
     if not device.on_host():
         role = AcceleratedRole(
             model.spec.model.shape,
@@ -52,9 +52,9 @@ def wrap_in_ddp(
             half_precision=model.transformer_config.params_dtype != torch.float32,
             distributed=overlaps_gather,
         )
-        values = accelerator_defaults(role, DDP, values)
-    values.setdefault("overlap_param_gather", overlaps_gather)
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
+        ddp_settings = accelerator_defaults(role, DDP, ddp_settings)
+    ddp_settings.setdefault("overlap_param_gather", overlaps_gather)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp_settings)
 
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -68,7 +68,7 @@ def wrap_in_ddp(
         model.wrapped = [
             DistributedDataParallel(
                 model.transformer_config,
-                settings,
+                ddp_config,
                 chunk,
                 disable_bucketing=index > 0,
                 pg_collection=model.groups.megatron,
@@ -76,10 +76,13 @@ def wrap_in_ddp(
             for index, chunk in enumerate(model.chunks)
         ]
 
-    if settings.overlap_grad_reduce:
+    if ddp_config.overlap_grad_reduce:
         # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
-        no_sync: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
-        model.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        no_sync_functions: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
+        # Megatron's schedules take a list for interleaved chunks, a function for a single one.
+        model.transformer_config.no_sync_func = no_sync_functions[0]
+        if len(no_sync_functions) > 1:
+            model.transformer_config.no_sync_func = no_sync_functions
 
 
 class Optimizer:
@@ -196,7 +199,7 @@ class Optimizer:
         # Read the rate of this step before the scheduler sets the next one.
         learning_rate = self.learning_rate
         with self.model.scope():
-            outcome: Any = self.megatron.step()
+            step_result: Any = self.megatron.step()
             # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
             # such as weight sync and checkpoints, need them now.
             if not has_next:
@@ -205,7 +208,7 @@ class Optimizer:
                         wrapped.start_param_sync(force_sync=True)
 
         # Raise rather than skip the step: the weights may already be wrong.
-        successful, norm, _ = outcome
+        successful, norm, _ = step_result
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
             raise FloatingPointError(
@@ -230,26 +233,26 @@ def _default_group(group: Any) -> Iterator[None]:
     Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer. The ranks of
     other roles would not take part, and the job would hang.
     """
-    gather = dist.all_gather_object
-    size = dist.get_world_size
+    gather_in_world = dist.all_gather_object
+    size_of_world = dist.get_world_size
 
-    def role_gather(
+    def gather_in_role(
         gathered: list[Any],
         value: Any,
         group: Any = group,
     ) -> None:
-        gather(gathered, value, group=group)
+        gather_in_world(gathered, value, group=group)
 
-    def role_size(group: Any = group) -> int:
-        return size(group)
+    def size_of_role(group: Any = group) -> int:
+        return size_of_world(group)
 
-    dist.all_gather_object = role_gather
-    dist.get_world_size = role_size
+    dist.all_gather_object = gather_in_role
+    dist.get_world_size = size_of_role
     try:
         yield
     finally:
-        dist.all_gather_object = gather
-        dist.get_world_size = size
+        dist.all_gather_object = gather_in_world
+        dist.get_world_size = size_of_world
 
 
 def _no_initial_state(*_: Any) -> None:

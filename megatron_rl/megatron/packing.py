@@ -74,7 +74,7 @@ def partition_rows(
     shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []
     for share in shares:
-        bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
+        bins = _fit_into_bins([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
             return _pack_all_rows(
                 lengths,
@@ -83,7 +83,10 @@ def partition_rows(
                 count,
                 tokens_per_quadratic,
             )
-        microbatches.append([[share[index] for index in items] for items in bins])
+
+        # The bins have indices into the share: replace them by the indices of rows.
+        rows_of_bins = [[share[index] for index in bin_items] for bin_items in bins]
+        microbatches.append(rows_of_bins)
     return microbatches
 
 
@@ -95,7 +98,7 @@ def _pack_all_rows(
     tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
     """Pack all rows into ``ranks * count`` micro-batches; balance the work of ``count`` of them per rank."""
-    bins = _fit(lengths, budget, ranks * count)
+    bins = _fit_into_bins(lengths, budget, ranks * count)
     assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
     work = row_work(lengths, tokens_per_quadratic)
@@ -112,7 +115,7 @@ def _pack_all_rows(
     return shares
 
 
-def _fit(
+def _fit_into_bins(
     lengths: Sequence[int],
     budget: int,
     count: int,
@@ -140,12 +143,12 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     lower bound of `min_bins_bound`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with
     at most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
     """
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    largest_first = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, index of the bin), sorted
 
     # Each item goes into the fullest bin that has room for it.
-    for item in order:
+    for item in largest_first:
         position = bisect.bisect_left(room, (lengths[item], 0))
         if position == len(room):
             bins.append([item])
@@ -156,9 +159,9 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bisect.insort(room, (free - lengths[item], index))
 
     # Search for a packing with one bin less, until the lower bound is reached or the search fails.
-    if len(order) <= MAX_SEARCHED_ROWS:
+    if len(largest_first) <= MAX_SEARCHED_ROWS:
         lower_bound = min_bins_bound(lengths, budget)
-        items = [(item, min(lengths[item], budget)) for item in order]
+        items = [(item, min(lengths[item], budget)) for item in largest_first]
         while len(bins) > lower_bound:
             tighter = _search_packing(items, budget, len(bins) - 1)
             if tighter is None:
@@ -249,14 +252,14 @@ class PackedRows(PackedSeqParams):
         """Return the number of tokens in the buckets, padding included."""
         return sum(bucket.numel() for bucket in self.buckets)
 
-    def fill(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def fill_buckets(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...].
 
         The gradients of padding must be zero.
         """
         return _Fill.apply(tokens, self)
 
-    def join(self, buckets: Sequence[Tensor]) -> Tensor:
+    def join_buckets(self, buckets: Sequence[Tensor]) -> Tensor:
         """Gather the tokens [T, ...] of buckets [rows * longest, ...], without their padding."""
         return _Join.apply(self, *buckets)
 
@@ -289,7 +292,10 @@ class _Fill(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Gather of tokens out of buckets; in the backward pass padding gets zero gradients."""
+    """Gather of the T tokens of a packed sequence from its buckets, without their padding.
+
+    It reverses `_Fill`. In the backward pass padding gets zero gradients.
+    """
 
     @staticmethod
     def forward(
@@ -363,11 +369,12 @@ def pack_rows(
 
 
 def _bucket_size(length: int) -> int:
-    """Return the largest length in the bucket of rows of ``length`` tokens.
+    """Return the largest length of a row that shares a bucket with rows of ``length`` tokens.
 
-    It is 8, or one of four sizes between two powers of two.
+    The largest lengths are 8, then four between two powers of two: 10, 12, 14, 16, 20, 24, 28, 32, 40, …
     """
-    step = max(2, 1 << (length - 1).bit_length() >> 3)
+    next_power_of_two = 1 << (length - 1).bit_length()
+    step = max(2, next_power_of_two // 8)
     return max(8, -(-length // step) * step)
 
 

@@ -91,8 +91,7 @@ CopyRule = Callable[[Tensor, Sequence[_SourceRows], _ParameterShard], None]
 """Function that fills this rank's shard of a Megatron parameter from Hugging Face tensors.
 
 Arguments: ``target``, the parameter on this rank; ``sources``, the rows of the Hugging Face tensors that
-belong
-to the complete parameter; ``shard``, the index and the number of its shards."""
+belong to the complete parameter; ``shard``, the index and the number of its shards."""
 
 
 def _copy_complete(
@@ -239,17 +238,18 @@ def import_parameters(
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
     outer_table = [weight for first in (True, False) for weight in outer_weights(shape, first, True)]
-    outer = weights_by_name(outer_table)
+    outer_weights_by_name = weights_by_name(outer_table)
     layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
 
         # Embedding, final norm and output layer.
         if match is None:
-            if name not in outer:
-                raise _unknown_parameter_error(name, outer)
-            rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
-            _COPY_RULES[outer[name].cut](target, rows, dense_shard)
+            if name not in outer_weights_by_name:
+                raise _unknown_parameter_error(name, outer_weights_by_name)
+            weight = outer_weights_by_name[name]
+            source_rows = [_SourceRows(sources[source.name], source) for source in weight.sources]
+            _COPY_RULES[weight.cut](target, source_rows, dense_shard)
             continue
 
         # Build the table of a layer's weights once for all parameters of the layer.
@@ -257,9 +257,10 @@ def import_parameters(
         if layer not in layer_weights:
             layer_weights[layer] = weights_by_name(model.weights(layer))
         name_in_layer = name[match.end() :]
-        weight = layer_weights[layer].get(EXPERT.sub(r"\1{expert}", name_in_layer))
-        if weight is None:
+        weight_name = EXPERT.sub(r"\1{expert}", name_in_layer)
+        if weight_name not in layer_weights[layer]:
             raise _unknown_parameter_error(name, layer_weights[layer])
+        weight = layer_weights[layer][weight_name]
 
         # Parameter names number the experts of this rank, checkpoint names those of the whole model.
         expert = 0
@@ -268,14 +269,14 @@ def import_parameters(
             expert = shard.expert * experts_per_rank + int(expert_match.group(2))
 
         prefix = LAYER.format(layer=layer)
-        rows = []
+        source_rows = []
         for source in weight.sources:
             tensor_name = prefix + source.name.format(expert=expert)
-            rows.append(_SourceRows(sources[tensor_name], source))
+            source_rows.append(_SourceRows(sources[tensor_name], source))
         parameter_shard = dense_shard
         if weight.expert:
             parameter_shard = expert_shard
-        _COPY_RULES[weight.cut](target, rows, parameter_shard)
+        _COPY_RULES[weight.cut](target, source_rows, parameter_shard)
 
 
 def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
@@ -357,8 +358,8 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
 
 def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     """Return a layer's weights by their names in Megatron's own layers and in Transformer Engine's."""
-    fused = {weight.fused: weight for weight in weights if weight.fused}
-    return fused | {weight.name: weight for weight in weights}
+    by_fused_name = {weight.fused: weight for weight in weights if weight.fused}
+    return by_fused_name | {weight.name: weight for weight in weights}
 
 
 def shard_of(model: Chunked) -> Shard:

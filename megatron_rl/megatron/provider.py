@@ -141,7 +141,7 @@ class Provider:
         finally:
             global_vars._GLOBAL_ARGS = None
 
-    def build(
+    def build_chunk(
         self,
         spec: ModelSpec,
         groups: ParallelGroups,
@@ -253,12 +253,12 @@ def check_chunk(
             )
 
     # Some of Megatron's layers have copies of the configuration: set each distinct one.
-    for config_copy in {id(config): config for config in _configs(chunk)}.values():
+    for config_copy in {id(config): config for config in _module_configs(chunk)}.values():
         for name in _TRAINER_FIELDS & vars(config_copy).keys():
             setattr(config_copy, name, getattr(spec.transformer_config, name))
 
 
-def _configs(chunk: Any) -> Iterator[Any]:
+def _module_configs(chunk: Any) -> Iterator[Any]:
     """Yield the TransformerConfig of each module of a chunk that has one."""
     for module in chunk.modules():
         if isinstance(getattr(module, "config", None), TransformerConfig):

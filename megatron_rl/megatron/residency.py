@@ -63,7 +63,9 @@ class Residency:
             Use.READ: _OffloadedStorages(self._weight_storages),
             Use.STATE: _OffloadedStorages(self._state_storages),
             # Gradients are zero between mini-batches: nothing to copy.
-            Use.LEARN: _OffloadedStorages(lambda: _storages(_gradients(self.model)), copies=False),
+            Use.LEARN: _OffloadedStorages(
+                lambda: _device_storages(_gradient_buffers(self.model)), copies=False
+            ),
         }
 
     @contextmanager
@@ -73,7 +75,7 @@ class Residency:
         Blocks may nest.
         """
         self._uses.append(use)
-        self._move()
+        self._move_parts()
         base: AbstractContextManager[None] = nullcontext()
         try:
             if self.base is not None:
@@ -82,13 +84,13 @@ class Residency:
                 yield
         finally:
             self._uses.pop()
-            self._move()
+            self._move_parts()
 
     def offload_all(self) -> None:
         """Move all parts to host memory now, if this model is offloaded."""
-        self._move()
+        self._move_parts()
 
-    def _move(self) -> None:
+    def _move_parts(self) -> None:
         """Load the parts that the open blocks use, and offload the others."""
         if not self.offload:
             return
@@ -123,14 +125,14 @@ class Residency:
         """Return the storages of the weights that are not shared with the base."""
         base_weights: set[int] = set()
         if self.base is not None:
-            base_weights = {_identity(value) for value in _weights(self.base.model)}
-        storages = _storages(_weights(self.model))
+            base_weights = {_storage_address(value) for value in _weights(self.base.model)}
+        storages = _device_storages(_weights(self.model))
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
         """Return the storages of optimizer states, except for weights that float32 main weights alias."""
-        weights = {_identity(value) for value in _weights(self.model)}
-        storages = _storages(_optimizer_states(self.optimizer))
+        weights = {_storage_address(value) for value in _weights(self.model)}
+        storages = _device_storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
@@ -188,7 +190,7 @@ class _OffloadedStorages:
 
             # If the storage has not changed since, the buffer already contains its values.
             if is_new or self.stale:
-                buffer.copy_(_bytes_of(storage), non_blocking=True)
+                buffer.copy_(_view_as_bytes(storage), non_blocking=True)
                 copied_bytes += size
 
         # Buffers of storages that no longer exist are dropped here.
@@ -209,32 +211,35 @@ class _OffloadedStorages:
         for key, (storage, size) in self._offloaded.items():
             storage.resize_(size)
             if self._copies:
-                _bytes_of(storage).copy_(self._host[key], non_blocking=True)
+                _view_as_bytes(storage).copy_(self._host[key], non_blocking=True)
                 copied_bytes += size
             else:
-                _bytes_of(storage).zero_()
+                _view_as_bytes(storage).zero_()
         self._offloaded = {}
         return copied_bytes
 
 
-def _bytes_of(storage: Any) -> Tensor:
+def _view_as_bytes(storage: Any) -> Tensor:
     """Return a view of a storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _identity(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object, equal for all views and also for an empty storage."""
     return tensor.untyped_storage()._cdata
 
 
-def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the storages of the tensors on the device by `_identity`, except for empty ones and scalars."""
+def _device_storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
+    """Return the storages of the tensors on the device by their `_storage_address`.
+
+    Empty storages and those of scalars are left out.
+    """
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         on_device = tensor.device.type == device.device().type
         if on_device and tensor.numel() > 1 and storage.nbytes():
-            storages.setdefault(_identity(tensor), storage)
+            storages.setdefault(_storage_address(tensor), storage)
     return storages
 
 
@@ -257,7 +262,7 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradients(model: Any) -> Iterator[Tensor]:
+def _gradient_buffers(model: Any) -> Iterator[Tensor]:
     """Yield the gradient buffers of Megatron's DDP; a chunk that is not wrapped has none."""
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):

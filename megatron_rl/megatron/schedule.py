@@ -138,7 +138,9 @@ def build_microbatches(
         for number in units:
             rows += range(number * unit, (number + 1) * unit)
         micros.append(
-            _pack(model, batch, rows, select, from_previous_token, has_loss, top_tokens, squared_probs)
+            _pack_microbatch(
+                model, batch, rows, select, from_previous_token, has_loss, top_tokens, squared_probs
+            )
         )
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
@@ -150,10 +152,10 @@ def build_microbatches(
     bucket_tokens = sum(packing.bucket_tokens for packing in packings)
     if bucket_tokens:
         padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
-    return _upload(micros), padding
+    return _upload_microbatches(micros), padding
 
 
-def _upload(micros: list[MicroBatch]) -> list[MicroBatch]:
+def _upload_microbatches(micros: list[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches with their tensors on the device, copied together in one upload."""
     tensors: dict[int, Tensor] = {}
 
@@ -184,7 +186,7 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return mapped
 
 
-def _pack(
+def _pack_microbatch(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
@@ -211,7 +213,7 @@ def _pack(
         first_tokens = lengths.cumsum(0) - lengths
         mask[first_tokens] = False  # no hidden state predicts a row's first token
     selected = mask.nonzero()[:, 0]
-    rules = _rules(batch, rows)
+    rules = _select_rules(batch, rows)
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
     if rules is not None:
         temperature = token_temperatures(temperature, lengths, rules)
@@ -254,7 +256,7 @@ def _pack(
         selected=selected,
         targets=tokens[selected],
         temperature=temperature[selected],
-        support=_support(batch, positions[selected]),
+        support=_select_support(batch, positions[selected]),
         rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
         buckets=buckets,
         squared_probs=squared_probs,
@@ -301,7 +303,7 @@ def _routed_tokens(
     return RoutedTokens(replayed, real_count, token_rows)
 
 
-def _support(batch: Any, positions: Tensor) -> Support | None:
+def _select_support(batch: Any, positions: Tensor) -> Support | None:
     """Return the supports of the tokens at ``positions``, or None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
@@ -309,7 +311,7 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     return make_support(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
-def _rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
+def _select_rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
     """Return the rules of the rows of a micro-batch, or None for a batch without rules."""
     rules = getattr(batch, "rules", None)
     if rules is None:
@@ -355,7 +357,7 @@ def forward_only(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return micros, _run(model, micros, collect, forward_only=True, guard=guard)
+            return micros, _run_schedule(model, micros, collect, forward_only=True, guard=guard)
 
     micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record_experts:
@@ -442,7 +444,8 @@ def forward_backward(
         )
         for chunk in model.wrapped:
             chunk.train()
-        return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
+        results = _run_schedule(model, micros, _loss_function(objective), forward_only=False, guard=guard)
+        return results, padding
 
     results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
     if model.routing is not None:
@@ -481,7 +484,8 @@ def forward_loss(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
+            loss_function = _loss_function(objective)
+            return _run_schedule(model, micros, loss_function, forward_only=True, guard=guard)
 
     results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
@@ -493,7 +497,7 @@ def _loss_function(
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
 
     def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
-        # Log-probs of a teacher's most likely tokens, which only a language model has.
+        # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
             *scalars, arguments["bucket_log_probs"] = outputs
@@ -508,7 +512,7 @@ def _loss_function(
     return loss_function
 
 
-def _run(
+def _run_schedule(
     model: ParallelModel,
     micros: Sequence[MicroBatch],
     loss_function: Callable[..., tuple[Tensor, Any]],
@@ -557,7 +561,7 @@ def _run(
         virtual_pipeline = layout.virtual_pipeline
     run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
     if guard is not None:
-        guard.begin(max(micro.tokens for micro in micros))
+        guard.begin_microbatches(max(micro.tokens for micro in micros))
     with model.scope():
         results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
@@ -572,7 +576,7 @@ def _run(
         )
         # A training pass has ended already, before its gradients were reduced: see `_finalize_gradients`.
         if guard is not None and forward_only:
-            guard.end()
+            guard.end_microbatches()
         if model.adapters is not None and not forward_only:
             # This sum over the experts' tensor-parallel ranks is missing in Megatron. It may follow the
             # data-parallel reduction at the end of the schedule, because the order of sums does not matter.
@@ -647,7 +651,7 @@ def _finalize_gradients(
     them has run out of memory.
     """
     if guard is not None:
-        guard.end()
+        guard.end_microbatches()
 
     # The balancing biases of routers are updated over a process-global group, which is not initialised here.
     original = parallel_state.get_tensor_and_data_parallel_group

@@ -119,8 +119,9 @@ class DecayLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRows, **_: Any
     ) -> tuple[Tensor, None]:
-        buckets = packed_seq_params.fill(self.in_proj(hidden).flatten(0, 1))
-        sums = packed_seq_params.join([decayed(bucket, self.rate).flatten(0, 1) for bucket in buckets])
+        buckets = packed_seq_params.fill_buckets(self.in_proj(hidden).flatten(0, 1))
+        outputs = [decayed(bucket, self.rate).flatten(0, 1) for bucket in buckets]
+        sums = packed_seq_params.join_buckets(outputs)
         return self.out_proj(sums).unsqueeze(1), None
 
 

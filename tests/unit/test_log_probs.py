@@ -201,7 +201,7 @@ def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkey
         "softmax_statistics",
         lambda hidden, weight, *rest, **options: exact(hidden.float(), weight.float(), *rest, **options),
     )
-    monkeypatch.setattr(module, "_product", lambda left, right: (left @ right).float())
+    monkeypatch.setattr(module, "_multiply", lambda left, right: (left @ right).float())
     _, gradients = module.measure_kernel_errors(torch.bfloat16)
     assert gradients["certain"] > 1, gradients
     module.kernels_work.cache_clear()

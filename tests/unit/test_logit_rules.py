@@ -14,7 +14,7 @@ from megatron_rl.config.sections.response_limits import ResponseLimit
 from megatron_rl.config.sections.rollout import RolloutConfig, rule_errors
 from megatron_rl.megatron import log_probs as module
 from megatron_rl.megatron.log_probs import VocabularyShard, make_support, vocab_parallel_log_probs
-from megatron_rl.megatron.logit_rules import build_row_rules, repeated_ngrams
+from megatron_rl.megatron.logit_rules import build_row_rules, find_repeated_ngrams
 from megatron_rl.rollout.engines.vllm.rules import accelerator_processor
 from megatron_rl.rollout.sampling import apply_logit_rules, ban_repeated_ngrams, vllm_parameters
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
@@ -201,13 +201,13 @@ def test_rules_of_tokens_that_are_not_selected_are_skipped():
 def test_bans_equal_those_of_transformers(size):
     processor = NoRepeatNGramLogitsProcessor(size)
     tokens = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(size))
-    pairs = repeated_ngrams(tokens, torch.arange(40), size)
+    pairs = find_repeated_ngrams(tokens, torch.arange(40), size)
     for position in range(40):
         begun = tokens[:position]
         scores = processor(begun[None], torch.zeros(1, 3))[0] if position else torch.zeros(3)
         mine = torch.zeros(3)
         ban_repeated_ngrams(mine, begun, size)
-        banned = pairs.tokens[pairs.items == position]
+        banned = pairs.tokens[pairs.selected_index == position]
         expected = set(scores.isneginf().nonzero()[:, 0].tolist())
         assert set(banned.tolist()) == expected == set((mine < 0).nonzero()[:, 0].tolist())
 
