@@ -80,21 +80,21 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
     The caller must stop at dangerous names: after the first yield the index is unpickled.
     """
-    directory = folder / DIRECTORY
+    index_path = folder / DIRECTORY
     # Damaged pickles raise errors of any type.
     try:
-        content = directory.read_bytes()
+        content = index_path.read_bytes()
         names = names_in(content)
     except Exception as error:
-        raise _unreadable_error(directory, error) from error
-    yield directory, names
+        raise _unreadable_error(index_path, error) from error
+    yield index_path, names
 
     # The caller has not stopped, so the index names nothing dangerous.
     try:
-        values = list(_stored_values(folder, pickle.loads(content)))
+        locations = list(_locate_pickled_values(folder, pickle.loads(content)))
     except Exception as error:
-        raise _unreadable_error(directory, error) from error
-    for path, offset, length in values:
+        raise _unreadable_error(index_path, error) from error
+    for path, offset, length in locations:
         yield path, _names_in_archive(path, offset, length)
 
     # Files next to the tensors, with values that are equal on all ranks.
@@ -102,16 +102,19 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         yield path, _names_in_archive(path, 0, -1)
 
 
-def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors."""
-    names: set[str] = set()
-    for name, entry in directory.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            names.add(name)
+def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, int, int]]:
+    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors.
 
-    locations = directory.storage_data or {}
+    ``metadata`` is the unpickled index, a ``Metadata`` of torch.
+    """
+    pickled_names: set[str] = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            pickled_names.add(name)
+
+    locations = metadata.storage_data or {}
     for index, location in locations.items():
-        if index.fqn in names:
+        if index.fqn in pickled_names:
             path = folder / location.relative_path
             yield path, location.offset, location.length
 

@@ -137,9 +137,9 @@ class ModelRole:
         names = self.outputs
         if self.squared_probs:
             names = (*names, "squared_probs")
-        shard = self._shard(batch, micro_outputs, names)
+        shard = self._make_shard(batch, micro_outputs, names)
         if self.top_tokens is not None:
-            columns = {**shard.tokens, **self._top_columns(self.top_tokens.tokens, micro_outputs)}
+            columns = {**shard.tokens, **self._make_top_columns(self.top_tokens.tokens, micro_outputs)}
             shard = replace(shard, tokens=columns)
         if self.routing_shape is None:
             return shard
@@ -153,7 +153,7 @@ class ModelRole:
         }
         return replace(shard, tokens=columns)
 
-    def _shard(
+    def _make_shard(
         self,
         batch: Any,
         micro_outputs: list[TokenScores],
@@ -180,13 +180,14 @@ class ModelRole:
             {},
         )
 
-    def _top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
+    def _make_top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
         """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
         # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
         ids = [torch.zeros((0, count), dtype=torch.int32)]
         log_probs = [torch.zeros((0, count + 1))]
         for micro in micro_outputs:
-            *_, micro_log_probs, micro_ids = micro.outputs
+            # The most likely tokens are the last two outputs of the head.
+            micro_log_probs, micro_ids = micro.outputs[-2:]
             ids.append(micro_ids.int().cpu())
             log_probs.append(micro_log_probs.float().cpu())
 
@@ -244,7 +245,7 @@ class ModelRole:
         must keep the role `resident` from this call to the end of `step`. Collective over the role's ranks.
         """
         if self.model is None:
-            return self._shard(minibatch, [], self.outputs), Metrics()
+            return self._make_shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
         # Gradients are summed over micro-batches and ranks: the loss weights contain the global denominators.
@@ -262,10 +263,10 @@ class ModelRole:
 
         # All ranks of a data-parallel replica have equal outputs and metrics; only one returns them.
         if not self.is_output_rank:
-            return self._shard(minibatch, [], self.outputs), Metrics()
+            return self._make_shard(minibatch, [], self.outputs), Metrics()
         if not reads_outputs:
             micro_outputs = []
-        return self._shard(minibatch, micro_outputs, self.outputs), metrics
+        return self._make_shard(minibatch, micro_outputs, self.outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step with the gradients from `accumulate`; return the optimizer's metrics.

@@ -128,7 +128,7 @@ class RewardRole:
 
     ``key``: configuration key of the function, if that is not `reward.function`, such as an evaluator's. Such
         a function also rewards rows that an environment has already rewarded.
-    ``filters``: filters of training samples, see `filter`; None for no filters.
+    ``filters``: filters of training samples, see `run_filters`; None for no filters.
     ``learns_from_rewards``: whether the algorithm needs rewards. If it does and there is no scorer, rows
         without a reward from an environment are invalid.
     """
@@ -147,7 +147,7 @@ class RewardRole:
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         # One worker: a function's processes handle one list of samples at a time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
+        self._early_futures: list[Future[tuple[str, dict[int, Answer]]]] = []
         self._filters: ResponseFilters | None = None
 
         try:
@@ -182,7 +182,7 @@ class RewardRole:
 
     @property
     def has_functions(self) -> bool:
-        """Return whether a scorer can reward a group while others are still sampled, see `start_early`."""
+        """Return whether a scorer can reward a group while others are sampled, in `start_early_rewards`."""
         return bool(self._functions)
 
     @property
@@ -195,17 +195,17 @@ class RewardRole:
         return functions
 
     @property
-    def not_enforced(self) -> tuple[str, ...]:
+    def unenforced_limits(self) -> tuple[str, ...]:
         """Describe the limits of the scorers' processes that this machine cannot enforce."""
         sources: list[Scorer | ResponseFilters] = [scorer for _, scorer in self._scorers.values()]
         if self._filters is not None:
             sources.append(self._filters)
         return tuple(dict.fromkeys(text for source in sources for text in source.missing))
 
-    def start_early(self, index: int, group: SequenceGroup) -> None:
+    def start_early_rewards(self, index: int, group: SequenceGroup) -> None:
         """Start computing a finished group's rewards in a thread, while other groups are still sampled.
 
-        `gather_early` returns them. ``index``: the group's index in its round.
+        `gather_early_rewards` returns them. ``index``: the group's index in its round.
         """
         # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
@@ -220,20 +220,20 @@ class RewardRole:
         round_rows = [index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
-            samples = self._samples(prompts, rollouts, rows, self._filters.takes)
+            samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
             ids = self._response_ids(rollouts.rows(rows))
             verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
-            self._early.append(verdicts)
+            self._early_futures.append(verdicts)
 
         # Submitted after the filters to the same thread, which has computed the verdicts when a scorer needs
         # them.
         for name, scorer in self._functions.items():
-            samples = self._samples(prompts, rollouts, rows, scorer.takes)
+            samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
             by_row = dict(zip(round_rows, samples, strict=True))
-            self._early.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
+            self._early_futures.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
 
-    def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
-        """Return the rewards from all `start_early` calls on all ranks since the last gather.
+    def gather_early_rewards(self, members: ReplicaGroup) -> EarlyRewards:
+        """Return the rewards from all `start_early_rewards` calls on all ranks since the last gather.
 
         The keys are the scorer's name, then the row in the round. Waits for rewards that are still being
         computed. Collective over the replica group.
@@ -244,14 +244,14 @@ class RewardRole:
         if self._filters is not None:
             rewards[FILTERS] = {}
 
-        futures = self._early
-        self._early = []
+        futures = self._early_futures
+        self._early_futures = []
         for results in members.gather_objects([future.result() for future in futures]):
             for name, answers in results:
                 rewards[name].update(answers)
         return rewards
 
-    def filter(
+    def run_filters(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
@@ -273,7 +273,7 @@ class RewardRole:
         failed = _failed_rows(rollouts)
         rank_rows = _rows_of_rank(rollouts, members, filters)
         rows = [row for row in rank_rows if row not in available and row not in failed]
-        samples = self._samples(prompts, rollouts, rows, filters.takes)
+        samples = self._make_samples(prompts, rollouts, rows, filters.takes)
         verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
 
         answers = dict(available)
@@ -311,8 +311,8 @@ class RewardRole:
             prompts: one entry per row.
             rollouts: rows of the whole batch.
             members: ranks that have the batch.
-            early: rewards from `gather_early`, or None.
-            filtered: rows that filters removed, from `filter`.
+            early: rewards from `gather_early_rewards`, or None.
+            filtered: rows that filters removed, from `run_filters`.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
@@ -327,7 +327,7 @@ class RewardRole:
             rows = _rows_of_rank(rollouts, members, scorer)
             available = {**(early or {}).get(name, {}), **answers}
             available = {row: answer for row, answer in available.items() if row not in skipped}
-            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
+            make_samples = partial(self._make_samples, prompts, rollouts, takes=scorer.takes)
             result = _run_scorer(
                 name,
                 weight,
@@ -339,7 +339,7 @@ class RewardRole:
                 members,
             )
             saved = (skipped - failed) | filtered.names.keys()
-            results.append(self._with_saved_calls(result, rows, saved))
+            results.append(self._add_saved_calls(result, rows, saved))
             skipped = skipped | set(result.reasons)
 
             # The environment's reward has been used as the first scorer's: the other scorers add 0.
@@ -348,7 +348,7 @@ class RewardRole:
                     answers[row] = Answer(None, "", 0.0)
         return results
 
-    def _with_saved_calls(
+    def _add_saved_calls(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
         """Add the metric `reward/saved/SCORER`: share of this rank's rows that were not passed to the scorer.
@@ -362,7 +362,7 @@ class RewardRole:
         saved_share = Metrics.mean(f"reward/saved/{result.name}", float(saved_count), float(len(rows)))
         return replace(result, metrics=result.metrics + saved_share)
 
-    def _samples(
+    def _make_samples(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
@@ -416,15 +416,19 @@ class RewardRole:
             rollouts.outcomes or (None,) * len(rollouts),
             strict=True,
         )
-        return [self._turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows]
+        return [
+            self._split_into_turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows
+        ]
 
-    def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
+    def _split_into_turns(
+        self, tokens: list[int], mask: list[bool], outcome: Outcome | None
+    ) -> list[dict[str, Any]]:
         """Return the turns of one row: each sequence of tokens with equal ``mask`` is a turn."""
         # The environment's outcome has the parsed tool calls of each turn of the policy, in order.
-        calls: Sequence[Any] = ()
+        tool_calls_by_turn: Sequence[Any] = ()
         if outcome:
-            calls = outcome.calls
-        calls_by_turn = iter(calls)
+            tool_calls_by_turn = outcome.calls
+        remaining_calls = iter(tool_calls_by_turn)
         turns: list[dict[str, Any]] = []
         for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
             ids = [token for token, _ in run]
@@ -441,7 +445,7 @@ class RewardRole:
                 "tokens": len(ids),
             }
             if is_policy:
-                turn_calls = next(calls_by_turn, ())
+                turn_calls = next(remaining_calls, ())
                 if turn_calls:
                     turn["tool_calls"] = list(turn_calls)
             turns.append(turn)
@@ -480,13 +484,13 @@ def _run_scorer(
     """
     # Compute the rewards without an available answer.
     new_rows = [row for row in rows if row not in available and row not in skipped]
-    new = scorer.score(make_samples(new_rows))
-    answers = dict(zip(new_rows, new.answers, strict=True))
+    new_result = scorer.score(make_samples(new_rows))
+    answers = dict(zip(new_rows, new_result.answers, strict=True))
     answers |= {row: available[row] for row in rows if row in available}
 
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
-    result = RewardResult([answers[row] for row in answered_rows], new.extra_metrics)
+    result = RewardResult([answers[row] for row in answered_rows], new_result.extra_metrics)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
@@ -659,7 +663,7 @@ class RewardModel:
         """
         # Use the output at the token itself, not at the previous token, which predicts it.
         select = torch.zeros(len(batch.tokens), dtype=torch.bool)
-        select[last_tokens(batch.lengths)] = True
+        select[last_token_indices(batch.lengths)] = True
         micro_outputs = self.role.forward(batch, select, from_previous_token=False)
 
         rows = torch.tensor(
@@ -670,11 +674,11 @@ class RewardModel:
         if micro_outputs:
             # One value per token of the rows, 0 at all tokens except the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
-            rewards = values[last_tokens(batch.lengths[rows])]
+            rewards = values[last_token_indices(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))
         return RowShard(rows, torch.zeros_like(rows), {}, {self.name: rewards})
 
 
-def last_tokens(lengths: Tensor) -> Tensor:
+def last_token_indices(lengths: Tensor) -> Tensor:
     """Return the index of each row's last token in the ragged batch: [B] int64."""
     return lengths.cumsum(0) - 1

@@ -23,7 +23,7 @@ from megatron_rl.megatron.adoption import (
 )
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer
-from megatron_rl.roles.build import adopted_actor, build_roles
+from megatron_rl.roles.build import adopt_actor, build_roles
 from megatron_rl.trainer.loop import (
     Phases,
     SameStepBatches,
@@ -72,7 +72,7 @@ class EmbeddedTrainer:
         # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
         adopted_optimizer = Optimizer.from_script(parallel_model, optimizer, scheduler, increment)
-        actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
+        actor = adopt_actor(self.config, parallel_model, adopted_optimizer)
         self.roles = build_roles(
             self.config,
             self.algorithm,

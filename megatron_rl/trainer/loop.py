@@ -248,7 +248,7 @@ def compute_log_probs(
     if served is not None:
         served_rows = rows_by_role.get(served.name)
         rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
-        pending = served.start(rollouts, learners.rank == learners.ranks[0])
+        pending = served.start_requests(rollouts, learners.rank == learners.ranks[0])
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
     shards: list[tuple[list[int] | None, RowShard]] = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import from_first_rank, require_intact_models
+from megatron_rl.checkpoint.folders import compute_on_first_rank, require_intact_models
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     save_megatron,
@@ -79,7 +79,7 @@ def evaluate_checkpoints(
             }
         _join(config, phases)
         keys = {str(path): "--checkpoint" for path in hf_models}
-        require_intact_models(keys | from_first_rank(lambda: existing_models(config)))
+        require_intact_models(keys | compute_on_first_rank(lambda: existing_models(config)))
 
         only_hf_models = len(hf_models) == len(paths)
         with phases("build"):
@@ -258,7 +258,7 @@ def export_checkpoint(
         if form == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
         _join(config, phases)
-        require_intact_models(from_first_rank(lambda: existing_models(config)))
+        require_intact_models(compute_on_first_rank(lambda: existing_models(config)))
 
         # Any layout can load a distributed checkpoint.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)

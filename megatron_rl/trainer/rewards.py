@@ -150,7 +150,7 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     # Repeat each prompt for its rows, which are consecutive.
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
-    filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
+    filtered = roles.reward.run_filters(prompts, sampled.rollouts, learners, sampled.early)
     rewards = compute_row_rewards(
         roles,
         prompts,

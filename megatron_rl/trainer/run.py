@@ -15,8 +15,8 @@ from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
-    from_first_rank,
-    newest_intact,
+    compute_on_first_rank,
+    find_newest_intact,
     require_intact,
     require_intact_models,
 )
@@ -214,9 +214,9 @@ class Training:
 
     def _warn_of_missing_containment(self) -> None:
         """Print the limits of reward and environment processes that this machine cannot enforce."""
-        for limit in self.roles.reward.not_enforced:
+        for limit in self.roles.reward.unenforced_limits:
             self.job.say(f"warning: reward workers are not contained here: {limit}")
-        for limit in self.roles.rollout.not_enforced:
+        for limit in self.roles.rollout.unenforced_limits:
             self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
@@ -300,7 +300,7 @@ class Training:
         newest = self._resumed_checkpoint()
         if newest is None:
             set_damaged_models_aside(self.job)
-        require_intact_models(from_first_rank(lambda: existing_models(self.config)))
+        require_intact_models(compute_on_first_rank(lambda: existing_models(self.config)))
 
         # Use the first rank's result: for a short time, ranks can read different states of a shared file
         # system. A run with a checkpoint has completed its stages, whose models must exist.
@@ -320,7 +320,7 @@ class Training:
         # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
-            return newest_intact(self.folder.checkpoints, self.job.say)
+            return find_newest_intact(self.folder.checkpoints, self.job.say)
         if resume == "never":
             return None
         require_intact(Path(resume))

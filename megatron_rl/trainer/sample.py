@@ -142,7 +142,7 @@ class RolloutSource:
         # during sampling.
         on_finished = None
         if reward.has_functions and generation_round.token_round is None:
-            on_finished = reward.start_early
+            on_finished = reward.start_early_rewards
         pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
 
         # Sample greedy responses from the same weights, while the engine is awake.
@@ -161,7 +161,7 @@ class RolloutSource:
         if generation_round.token_round is None:
             add_early_rewards(
                 generation_round.groups,
-                self.roles.reward.gather_early(members),
+                self.roles.reward.gather_early_rewards(members),
             )
 
         # All ranks now have the same sequences, so they select the same groups.
@@ -399,7 +399,7 @@ def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaG
     Collective over the replica group.
     """
     generation_round = pending.generation_round
-    new_tokens = rollout.gather(pending.new_tokens, members, generation_round)
+    new_tokens = rollout.gather_new_tokens(pending.new_tokens, members, generation_round)
     sequences = [sequence for _, sequence in generation_round.unfinished]
     append_new_tokens(sequences, new_tokens, generation_round.version)
     return new_tokens
@@ -430,7 +430,7 @@ def refill(
     early = dict(sampled.early)
     num_refilled = 0
     for attempt in range(1, max_attempts + 1):
-        filtered = source.roles.reward.filter(prompts, rollouts, members, early)
+        filtered = source.roles.reward.run_filters(prompts, rollouts, members, early)
         removed = sorted(filtered.names)
         if not removed:
             break

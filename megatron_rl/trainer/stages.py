@@ -23,8 +23,8 @@ from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     find_model_damages,
-    from_first_rank,
-    newest_intact,
+    compute_on_first_rank,
+    find_newest_intact,
     require_intact_models,
     summarize_damages,
 )
@@ -305,13 +305,13 @@ def set_damaged_models_aside(job: Job) -> None:
     Call it only for a run without a checkpoint: a checkpoint needs exactly the models with which it was
     trained. Collective over the world.
     """
-    ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    ended_plans = compute_on_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
     for plan in ended_plans:
         problems = find_model_damages(plan.model)
         if not problems:
             continue
 
-        new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
+        new_path = compute_on_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
             f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
             f"it is renamed to {new_path}, and the stage runs again"
@@ -384,7 +384,7 @@ def run_alone(job: Job) -> None:
     tokenizer = load_tokenizer(config.model.path, job.first_start)
     job.join()
     set_damaged_models_aside(job)
-    require_intact_models(from_first_rank(lambda: existing_models(config)))
+    require_intact_models(compute_on_first_rank(lambda: existing_models(config)))
 
     # Use the first rank's result: for a short time, ranks can read different states of a shared file system.
     pending = gather_objects(pending_stages(config))[0]
@@ -428,7 +428,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # Read the state of the stage's newest checkpoint, if there is one.
     trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest = newest_intact(folder, job.say)
+    newest = find_newest_intact(folder, job.say)
     step = 0
     loss: float | None = None
     state: Mapping[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import from_first_rank
+from megatron_rl.checkpoint.folders import compute_on_first_rank
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     iteration_folder,
@@ -174,7 +174,7 @@ class TrainerState:
         """
         trained_roles = _trained_roles(roles)
         policy = roles.hybrid_engine.rollout_policy
-        has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
+        has_rollout_weights = compute_on_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
         restores_rollout_weights = has_rollout_weights and policy.every != 1
         with roles.learners_resident():
             if restores_rollout_weights:
@@ -287,7 +287,7 @@ class Checkpoints:
         # Only their own layout can restore optimizer shards without an index: save again with a gathered
         # optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
         path = checkpoint_path(self._folder, step)
-        if not from_first_rank(lambda: reads_anywhere(read_meta(path))):
+        if not compute_on_first_rank(lambda: reads_anywhere(read_meta(path))):
             self.save(step, ANY)
         return path
 
@@ -329,7 +329,7 @@ class Checkpoints:
         world.
         """
         # Do not wait: `complete` would block until every rank has written.
-        if self._saving is not None and all(gather_objects(self._saving.written)):
+        if self._saving is not None and all(gather_objects(self._saving.is_written)):
             self.complete()
 
         times = self._write_times
@@ -373,5 +373,5 @@ def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> No
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 
-    if not from_first_rank(exists):
+    if not compute_on_first_rank(exists):
         save_for_megatron(config, actor, steps)

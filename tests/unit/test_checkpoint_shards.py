@@ -37,11 +37,11 @@ def test_shards_without_an_index_need_their_own_layout(tmp_path: Path) -> None:
 def test_a_rank_reads_the_slices_that_reach_into_its_range(begin: int, end: int) -> None:
     """The up projection of a fused one, 4 of its 8 rows of 6, as layer 3 of a stacked tensor."""
     box = ParameterBox("w", start=(3, 4, 0), size=(1, 4, 6), first=24, strides=(0, 6, 1))
-    near = box.within(begin, end)
+    near = box.narrow_to_range(begin, end)
 
     # The elements of the flattened parameter that both describe, of those in the range.
     wanted = set(range(24, 48)) & set(range(begin, end))
-    values = torch.arange(48).as_strided(near.size, near.strides, near.offset(near.start))
+    values = torch.arange(48).as_strided(near.size, near.strides, near.offset_of(near.start))
     found = set(values.flatten().tolist())
     assert wanted <= found <= set(range(24, 48))
     assert len(found) <= len(wanted) + 2 * 5, "no more than the rest of the first and last row"

@@ -153,7 +153,7 @@ def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
         head.softmax_statistics(states.detach(), piece, targets, temperature, shard, 4, bucket_ids=ids)
         for shard, piece in zip(shards, pieces, strict=True)
     ]
-    log_normaliser, *scalars, log_buckets = head._combine_buckets(torch.stack(stats), targets, ids)
+    log_normaliser, *scalars, log_buckets = head._compute_bucket_outputs(torch.stack(stats), targets, ids)
     for actual, reference in zip((*scalars, log_buckets.exp()), expected, strict=True):
         torch.testing.assert_close(actual, reference.detach(), rtol=1e-11, atol=1e-12)
 

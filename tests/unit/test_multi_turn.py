@@ -298,13 +298,13 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
 
     def judge() -> None:
         for index, group in scheduler.finished():
-            reward.start_early(index, group)
+            reward.start_early_rewards(index, group)
 
     scheduler.run_token_round(None, judge)
     outcomes = [one.sequence.outcome for one in scheduler.admitted]
     assert [outcome.failure for outcome in outcomes if outcome] == [None] * 4
     alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
-    early = reward.gather_early(alone)["function"]
+    early = reward.gather_early_rewards(alone)["function"]
     assert {row: answer.reward for row, answer in early.items()} == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
     some = {"function": {row: early[row]._replace(reward=9.0) for row in (0, 3)}}
     take_in(scheduler)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl import EmbeddedTrainer
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
-from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors
+from megatron_rl.checkpoint.tensors import plan_tensor_write, load_tensors
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
@@ -194,7 +194,9 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         # The script's own checkpoint of model, optimizer and schedule; ours beside it.
         actor = trainer.roles.actor
         (tmp_path / "saved").mkdir()
-        saved = begin_tensors(tmp_path / "saved", actor.model, actor.optimizer, ANY, keep=False)
+        saved = plan_tensor_write(
+            tmp_path / "saved", actor.model, actor.optimizer, ANY, copy_host_tensors=False
+        )
         saved.run()
         with device.megatron_mode():
             saved.finish()
