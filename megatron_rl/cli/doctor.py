@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
-        watch.leave()
+        watch.leave_job()
     return int(_has_error(sections))
 
 
@@ -254,7 +254,7 @@ def _attention_compiler() -> list[Finding]:
 
     from megatron_rl.distributed import device
 
-    toolkit = device.toolkit()
+    toolkit = device.toolkit_version()
     if toolkit is None:
         return []
     return [runtime_compiler(toolkit)]

@@ -220,19 +220,19 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     items = _concatenate([shard.items for shard in shards])
 
     # Tokens are grouped by rows (`lengths`), and items by tokens (their counts).
-    order = rows.argsort()
+    row_order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
-    token_order = token_index(lengths, order)
+    token_order = token_index(lengths, row_order)
     sorted_items: dict[str, Tensor] = {}
     for name, tensor in items.items():
         item_order = token_index(tokens[name], token_order)
         sorted_items[name] = tensor[item_order]
 
     return RowShard(
-        rows=rows[order],
-        lengths=lengths[order],
+        rows=rows[row_order],
+        lengths=lengths[row_order],
         tokens={name: tensor[token_order] for name, tensor in tokens.items()},
-        values={name: tensor[order] for name, tensor in values.items()},
+        values={name: tensor[row_order] for name, tensor in values.items()},
         items=sorted_items,
     )
 
@@ -411,7 +411,7 @@ def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     return values
 
 
-def rank_in(group: Any = None) -> int:
+def rank_in_world_or_span(group: Any = None) -> int:
     """Return this process's global rank, or its rank in the span if ``group`` is a span across jobs.
 
     See `join_span`. None means the world.

@@ -90,7 +90,7 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     file. Raises UserError on all ranks if tensors are missing, unexpected or have a different shape.
     Collective over the model's ranks.
     """
-    if device.simulated():
+    if device.is_simulated():
         return
 
     def open_and_check() -> Checkpoint:

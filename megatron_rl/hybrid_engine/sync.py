@@ -21,7 +21,7 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     gather_objects,
-    rank_in,
+    rank_in_world_or_span,
     sum_over_ranks,
 )
 from megatron_rl.errors import UserError, unknown_choice
@@ -69,7 +69,7 @@ class WeightTransfer:
         self._target = target
         self._staging_bytes = staging_bytes
         self._group = group
-        self._rank = rank_in(group)
+        self._rank = rank_in_world_or_span(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
         self._compiled_for: Any = None

@@ -574,7 +574,7 @@ def choose_reductions(dtype: torch.dtype) -> Reductions:
 
     ``dtype`` is the model's; the kernels do not support float64.
     """
-    if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
+    if device.on_host() or device.is_simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
     if dtype == torch.float64 or not kernels_work(dtype):
         return TORCH

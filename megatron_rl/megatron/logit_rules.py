@@ -238,9 +238,7 @@ def build_row_rules(
             )
         ngrams = None
         if sampling.no_repeat_ngram_size:
-            ngrams = find_repeated_ngrams(
-                tokens[begin:end], positions_in_row, sampling.no_repeat_ngram_size
-            )
+            ngrams = find_repeated_ngrams(tokens[begin:end], positions_in_row, sampling.no_repeat_ngram_size)
         row_rules.append(RowRules(first, count, no_stop, *tensors_by_sampling[sampling], penalties, ngrams))
     return tuple(row_rules)
 

@@ -31,9 +31,9 @@ from megatron_rl.megatron.experts import Routing
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
+    allow_plain_output_layer,
     attention_backend_of_process,
     block_spec,
-    allow_plain_output_layer,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (

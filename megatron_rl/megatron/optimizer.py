@@ -283,7 +283,7 @@ class HostOptimizer(HybridDeviceOptimizer):
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
         """Return the groups of host and device, and Megatron's maps between parameters and copies."""
-        if device.simulated():
+        if device.is_simulated():
             # A simulation does not count the host's memory.
             return [], [], {}, {}, {}
 

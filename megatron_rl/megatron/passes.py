@@ -254,7 +254,7 @@ def repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
 
     If ranks exchange tensors inside a pass, the peers of a failed rank wait for it in a collective forever.
     """
-    if device.simulated():
+    if device.is_simulated():
         return "a simulation has no memory"
 
     layout = model.groups.layout

@@ -31,7 +31,7 @@ from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
-from megatron_rl.megatron.log_probs import measure_kernel_errors, kernels_work
+from megatron_rl.megatron.log_probs import kernels_work, measure_kernel_errors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
 from megatron_rl.shapes.hardware import GB, Constants, load_constants
@@ -246,7 +246,7 @@ def probe_devices() -> list[DeviceProbe]:
         host_rate = len(buffer) / host_seconds
 
     probe = DeviceProbe(
-        device.name(),
+        device.product_name(),
         flops=2 * size**3 / product_seconds,
         memory=2 * len(block) / copy_seconds,
         host=host_rate,
@@ -402,7 +402,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
 
     # The small jobs run in other processes with their own process groups.
-    watch.leave()
+    watch.leave_job()
 
     if world > 1:
         yield from link_findings(links)

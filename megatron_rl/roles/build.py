@@ -516,7 +516,7 @@ def build_pretrained(
     # Groups are created on all ranks of the job, also on ranks without this model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
-    if not groups.member:
+    if not groups.is_member:
         return None
 
     # The user's ``actor.megatron`` settings override those that are derived from the layout.

@@ -144,7 +144,7 @@ class Job:
         device.set_environment(accelerator_defaults(job, ENVIRONMENT))
 
         # From here on, the hang detector ends ranks that wait for an unresponsive rank.
-        watch.join(
+        watch.join_job(
             self.config.rank_timeout,
             lambda: f"{self.stop.rank_text} {self.phases.location}",
             self.stop.end_process,
@@ -218,7 +218,7 @@ def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
             )
 
         # Not after an exception: `report_failure` ends a failed rank's process immediately.
-        watch.leave()
+        watch.leave_job()
 
 
 def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
@@ -260,7 +260,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
 
 def _hardware() -> dict[str, Any]:
     """Return the name and processor of this host, the device of this rank and the number of ranks."""
-    return {**host(), "device": device.name(), "ranks": device.world_size()}
+    return {**host(), "device": device.product_name(), "ranks": device.world_size()}
 
 
 def _resumes(config: RunConfig, folder: RunFolder) -> bool:

@@ -44,7 +44,7 @@ class MicroBatchControl:
                 "the GPU has less memory than the configuration states",
                 where="gpu_memory_gib",
                 expected=f"{gib:g} GiB, of which batch.memory_target is a share",
-                got=f"{reading.total / _GIB:.1f} GiB on {device.name()}",
+                got=f"{reading.total / _GIB:.1f} GiB on {device.product_name()}",
                 fix=f"set gpu_memory_gib={reading.total / _GIB:.1f}",
             )
 

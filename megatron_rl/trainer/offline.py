@@ -99,7 +99,7 @@ def evaluate_checkpoints(
         roles.close()
         if device.rank() == 0:
             print(table([str(path) for path in paths], metrics), flush=True)
-        watch.leave()
+        watch.leave_job()
         # Raise only after the table is printed, so that metrics are shown even if too many rewards failed.
         _require_rewards(config, paths, metrics)
     return metrics
@@ -270,7 +270,7 @@ def export_checkpoint(
             export_adapters(model, out, present_model(config), dropout=lora.dropout)
         elif model is not None:
             export(model, out, config.model.path)
-        watch.leave()
+        watch.leave_job()
 
     if device.rank() == 0:
         print(
@@ -304,7 +304,7 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
 
 def _join(config: RunConfig, phases: Phases) -> None:
     """Start communication between the ranks and the hang detector. Collective over the world."""
-    watch.join(
+    watch.join_job(
         config.rank_timeout,
         lambda: f"{describe_rank(config, device.rank())} {phases.location}",
     )

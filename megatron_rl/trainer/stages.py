@@ -22,8 +22,8 @@ from megatron_rl.algorithms import (
 from megatron_rl.algorithms.lookup import preference_function
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
-    find_model_damages,
     compute_on_first_rank,
+    find_model_damages,
     find_newest_intact,
     require_intact_models,
     summarize_damages,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import gather_objects, rank_in
+from megatron_rl.distributed.exchange import gather_objects, rank_in_world_or_span
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
@@ -336,7 +336,7 @@ def gather_layout(
     Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Ranks compare digests of
     their boxes first, so that equal boxes are sent once. Collective over the group.
     """
-    rank = rank_in(group)
+    rank = rank_in_world_or_span(group)
 
     # Leave out the rank and the dtypes of storages without boxes, so that replicas have equal content.
     content = None

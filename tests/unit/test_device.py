@@ -97,21 +97,21 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.
     allocate(40)  # an engine, awake
     allocate(5)
     allocate(-5)
-    device.set_unbacked(40)  # it sleeps, and still counts as allocated
+    device.set_unbacked_bytes(40)  # it sleeps, and still counts as allocated
     allocate(20)
     assert device.peak_memory(reset=True) == 45  # awake
     assert device.peak_memory(reset=True) == 20  # asleep
-    device.set_unbacked(25)  # a part of it wakes
+    device.set_unbacked_bytes(25)  # a part of it wakes
     allocate(-20)
     assert device.peak_memory(reset=True) == 35
-    device.set_unbacked(0)
+    device.set_unbacked_bytes(0)
     assert device.peak_memory(reset=True) == 40
 
 
 def test_hosts_need_no_deterministic_kernels() -> None:
     before = dict(os.environ)
     device.use_deterministic_kernels()
-    assert not device.deterministic() and not torch.are_deterministic_algorithms_enabled()
+    assert not device.is_deterministic() and not torch.are_deterministic_algorithms_enabled()
     assert dict(os.environ) == before
 
 

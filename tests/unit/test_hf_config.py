@@ -238,7 +238,7 @@ def test_padded_and_duplicated_parts_fill_every_parameter():
     from megatron_rl.planning.reshard import megatron_layout
 
     device.initialize()
-    assert ParallelGroups(ParallelLayout((0,))).member
+    assert ParallelGroups(ParallelLayout((0,))).is_member
     layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
     groups = megatron_layout(config_of("qwen3-moe"), layout, torch.float32)
     assert {rank for group in groups for rank in group.ranks} == set(range(8))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl import EmbeddedTrainer
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
-from megatron_rl.checkpoint.tensors import plan_tensor_write, load_tensors
+from megatron_rl.checkpoint.tensors import load_tensors, plan_tensor_write
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.tensors import plan_tensor_write, load_tensors
+from megatron_rl.checkpoint.tensors import load_tensors, plan_tensor_write
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed import device

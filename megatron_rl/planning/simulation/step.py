@@ -25,7 +25,7 @@ from megatron_rl.config.roles import ACTOR, CRITIC, role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.groups import ParallelGroups, memberships
+from megatron_rl.distributed.groups import ParallelGroups, groups_of_this_rank
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.reshard import find_config, plan_offline
@@ -94,7 +94,7 @@ def simulate(
         _run_phases(simulation, roles, objectives, rows, train_rows)
 
     # The first group is that of the world.
-    job, *groups = memberships()
+    job, *groups = groups_of_this_rank()
     group_sizes = [("the job", len(job))]
     group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
     sync = None

@@ -481,7 +481,7 @@ class VllmEngine:
         self._wake("kv_cache")
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        device.set_unbacked(setup.bytes_asleep())
+        device.set_unbacked_bytes(setup.bytes_asleep())
         if self._sleep_level > 1:
             self._live.needs_weights = True
 
@@ -495,7 +495,7 @@ class VllmEngine:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
                 self._asleep.discard(tag)
-                device.set_unbacked(setup.bytes_asleep())
+                device.set_unbacked_bytes(setup.bytes_asleep())
 
     def close(self) -> None:
         """Shut this engine down; the job's process groups stay. May be called twice."""
