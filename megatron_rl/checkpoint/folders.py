@@ -64,12 +64,12 @@ def run_write_step(
         try:
             action()
         except Exception as error:
-            raise write_error(error, folder) from error
+            raise convert_write_error(error, folder) from error
 
     run_on_all_ranks_or_raise(run, f"{description}: {folder}")
 
 
-def write_error(error: Exception, folder: Path) -> Exception:
+def convert_write_error(error: Exception, folder: Path) -> Exception:
     """Return a UserError for a failed write of ``folder`` if the cause is a full disk, memory or the system.
 
     Full disks and exhausted memory surface as many types of exceptions. Other errors are returned unchanged.
@@ -181,7 +181,7 @@ class PendingCheckpoint:
                 for write in self._writes:
                     write.finish()
         except Exception as error:
-            raise write_error(error, self.final) from error
+            raise convert_write_error(error, self.final) from error
 
         digests = gather_digests(self.partial, self._digests)
 

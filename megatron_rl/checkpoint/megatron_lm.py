@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
-from megatron_rl.checkpoint.folders import partial_path, run_write_step, write_error, write_tensors
+from megatron_rl.checkpoint.folders import convert_write_error, partial_path, run_write_step, write_tensors
 from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, restore_steps, sharded_state
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
@@ -124,7 +124,7 @@ def save_megatron(
         with megatron_scope(model), without_adapters(model):
             write_tensors(partial_folder, model, _build_state(model, arguments, iteration), _CONTENT)
     except Exception as error:
-        raise write_error(error, final) from error
+        raise convert_write_error(error, final) from error
     run_write_step(publish, "complete the Megatron checkpoint", final)
     return final
 
@@ -255,11 +255,11 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         state_name = state
         if state in MASTERS:
             state_name = "param"
-        for sub_optimizer in optimizer.parts:
+        for sub_optimizer in optimizer.sub_optimizers:
             _set_state(model, sub_optimizer, state_name, values)
 
     restore_steps(optimizer, checkpoint.steps)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
 

@@ -30,10 +30,10 @@ from torch import Tensor
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import (
     PendingCheckpoint,
+    convert_write_error,
     partial_path,
     require_intact,
     run_write_step,
-    write_error,
 )
 from megatron_rl.checkpoint.shards import load_shards, write_index
 from megatron_rl.checkpoint.tensors import (
@@ -173,7 +173,7 @@ def save(
             if layout == SAME:
                 files += write_index(partial / name, role.model, role.optimizer)
     except Exception as error:
-        raise write_error(error, final) from error
+        raise convert_write_error(error, final) from error
 
     checkpoint = PendingCheckpoint(final, writes, files, keep, best)
     if not in_background:

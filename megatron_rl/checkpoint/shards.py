@@ -126,7 +126,7 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
     sharded_parameters = _sharded_parameters(state)
 
     entries: list[dict[str, Any]] = []
-    for optimizer_index, sub_optimizer in enumerate(optimizer.parts):
+    for optimizer_index, sub_optimizer in enumerate(optimizer.sub_optimizers):
         # All ranks of a data-parallel group have equal buffers, so the first one writes the index.
         is_distributed = hasattr(sub_optimizer, "gbuf_ranges")
         if not is_distributed or sub_optimizer.data_parallel_group.rank() != 0:
@@ -234,7 +234,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any])
     files = BucketReader(folder, read_tensors(folder).buffers)
 
     # One parameter and one state at a time, so that host memory has a single unsharded parameter.
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
             # Only the rows with which this layout pads the vocabulary may be absent from the checkpoint.
@@ -258,7 +258,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any])
             count_progress("tensors read")
 
     restore_steps(optimizer, index.steps)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
 

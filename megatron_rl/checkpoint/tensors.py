@@ -44,7 +44,7 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.lora import load_adapters, sharded_adapters
+from megatron_rl.megatron.lora import build_sharded_adapters, load_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
 from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
@@ -241,7 +241,7 @@ def require_savable_shards(optimizer: Optimizer | None) -> None:
     if optimizer is None:
         return
     buckets: list[Any] = []
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for buckets_by_type in getattr(sub_optimizer, "gbuf_ranges", ()):
             for typed_buckets in buckets_by_type.values():
                 buckets += typed_buckets
@@ -377,7 +377,7 @@ def sharded_state(
             if model.adapters is None:
                 chunks[f"chunk{index}"] = chunk.sharded_state_dict(metadata=metadata)
             else:
-                chunks[f"chunk{index}"] = sharded_adapters(model, chunk)
+                chunks[f"chunk{index}"] = build_sharded_adapters(model, chunk)
 
     if optimizer is None:
         return chunks, {}
@@ -429,12 +429,12 @@ def _clear_padding(model: ParallelModel) -> None:
     These are the rows after the last token of the vocabulary.
     """
     shape = model.spec.model.shape
-    for storage, parameter in live_parameters(model).items():
-        if global_name(model, storage) in vocabulary_names(shape):
+    for storage_name, parameter in live_parameters(model).items():
+        if global_name(model, storage_name) in vocabulary_names(shape):
             # Tensor-parallel ranks have equal numbers of rows, in order; the last rows are padding.
             first_row = model.groups.coordinates.tensor * len(parameter)
-            row_count = max(shape.vocab - first_row, 0)
-            parameter[row_count:].zero_()
+            token_rows = max(shape.vocab - first_row, 0)
+            parameter[token_rows:].zero_()
 
 
 # --- Optimizer state
@@ -442,7 +442,7 @@ def _clear_padding(model: ParallelModel) -> None:
 
 def initialise_states(optimizer: Optimizer) -> None:
     """Create the optimizer's initial state for every parameter, unless it already exists."""
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         torch_optimizer = sub_optimizer.optimizer
         if len(torch_optimizer.state):
             continue
@@ -486,7 +486,7 @@ def _separate_steps(torch_optimizer: Any, reset: bool = False) -> None:
 def step_count(optimizer: Optimizer) -> int:
     """Return the number of steps that the optimizer has taken, which is equal in all sub-optimizers."""
     # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         torch_optimizer = sub_optimizer.optimizer
         for entry in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
             if "step" in entry:
@@ -496,7 +496,7 @@ def step_count(optimizer: Optimizer) -> int:
 
 def restore_steps(optimizer: Optimizer, steps: int) -> None:
     """Set the step count of every parameter and parameter group to ``steps``."""
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for group in sub_optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = steps
@@ -546,7 +546,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
 
     for group, group_settings in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(group_settings)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         _separate_steps(sub_optimizer.optimizer)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
@@ -562,7 +562,10 @@ def _replace_method(
 
     ``build(sub_optimizer, method)`` returns the new method from the original one.
     """
-    sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
+    sub_optimizers = []
+    for sub_optimizer in optimizer.sub_optimizers:
+        if hasattr(sub_optimizer, name):
+            sub_optimizers.append(sub_optimizer)
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
         setattr(sub_optimizer, name, build(sub_optimizer, method))

@@ -69,14 +69,14 @@ class Report:
     """Rank, phase, work and innermost calls, for the abort message."""
 
     @classmethod
-    def read(cls, text: str) -> Report:
-        """Parse a report from the text of `write`."""
+    def from_text(cls, text: str) -> Report:
+        """Parse a report from the text of `to_text`."""
         # Split only three times, since the description may contain line breaks.
         beat, progress, waits, description = text.split("\n", 3)
         return cls(beat, progress, bool(waits), description)
 
-    def write(self) -> str:
-        """Return the report as text, which `read` parses."""
+    def to_text(self) -> str:
+        """Return the report as text, which `from_text` parses."""
         waits = ""
         if self.waits:
             waits = "waits"
@@ -263,7 +263,7 @@ class Watch:
         keys = [f"report {rank}" for rank in ranks]
         texts = self._store.multi_get(keys)
         for rank, text in zip(ranks, texts, strict=True):
-            detector.record_report(now, rank, Report.read(text.decode()))
+            detector.record_report(now, rank, Report.from_text(text.decode()))
 
     def _send_report(self) -> None:
         """Write the phase, the work done and the innermost calls of this rank's main thread to the store."""
@@ -284,7 +284,7 @@ class Watch:
         text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
         progress = str(hash((description, work, *stack)))
         report = Report(str(self._beats), progress, waits, text)
-        self._store.set(f"report {self._rank}", report.write())
+        self._store.set(f"report {self._rank}", report.to_text())
 
 
 def join_job(

@@ -25,7 +25,7 @@ SCRIPT = "the training script's model"
 """Subject of errors about the script's model."""
 
 
-def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
+def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
     """Return a `ParallelModel` of a training script's chunks, which are wrapped in Megatron's DDP.
 
     The layout is that of Megatron's process-global groups, which must span the world. After the call the
@@ -33,13 +33,13 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     for a model that config.json does not describe, and for settings that RL cannot train with. Collective
     over the world.
     """
-    chunks = [_unwrap_chunk(chunk) for chunk in wrapped]
+    chunks = [_unwrap_chunk(chunk) for chunk in wrapped_chunks]
     config: Any = chunks[0].config
-    layout = ParallelLayout(tuple(range(dist.get_world_size())), **parallel_sizes(wrapped))
+    layout = ParallelLayout(tuple(range(dist.get_world_size())), **parallel_sizes(wrapped_chunks))
     groups = ParallelGroups(layout)
     _require_equal_groups(groups)
 
-    for chunk in wrapped:
+    for chunk in wrapped_chunks:
         _require_unscaled_gradients(chunk)
         # Disable the checks of Megatron's own training loop: `Optimizer.step` raises for a norm that is not
         # finite.
@@ -49,9 +49,9 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     # The script's model must equal the spec that is derived here from the same config.json.
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
-    for stage, chunk in enumerate(chunks):
-        pre_process = groups.is_first_stage and stage == 0
-        post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
+    for virtual_stage, chunk in enumerate(chunks):
+        pre_process = groups.is_first_stage and virtual_stage == 0
+        post_process = groups.is_last_stage and virtual_stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
         # The seed has no effect: it is for a new scalar head, which a script's language model does not have.
@@ -63,13 +63,13 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
 
     # From here on the spec has the script's own config, since Megatron's layers and wrappers refer to it.
     spec = replace(spec, transformer_config=config)
-    if wrapped[0].ddp_config.overlap_grad_reduce:
+    if wrapped_chunks[0].ddp_config.overlap_grad_reduce:
         # Megatron's schedules take a list for interleaved chunks, a function for a single one.
-        no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped]
+        no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped_chunks]
         config.no_sync_func = no_sync_functions[0]
-        if len(wrapped) > 1:
+        if len(wrapped_chunks) > 1:
             config.no_sync_func = no_sync_functions
-    return ParallelModel(chunks, list(wrapped), groups, spec, fused)
+    return ParallelModel(chunks, list(wrapped_chunks), groups, spec, fused)
 
 
 def require_megatron_setup(
@@ -118,13 +118,13 @@ def _wrong_type(
     )
 
 
-def parallel_sizes(wrapped: Sequence[Any]) -> dict[str, Any]:
+def parallel_sizes(wrapped_chunks: Sequence[Any]) -> dict[str, Any]:
     """Return the parallel sizes of a training script's chunks, keyed by the fields of `ParallelLayout`."""
-    config: Any = wrapped[0].config
+    config: Any = wrapped_chunks[0].config
     return {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
-        "virtual_pipeline": len(wrapped),
+        "virtual_pipeline": len(wrapped_chunks),
         "context": config.context_parallel_size,
         "expert": config.expert_model_parallel_size,
         "expert_tensor": config.expert_tensor_parallel_size,

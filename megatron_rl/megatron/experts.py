@@ -45,7 +45,7 @@ def prepare_experts() -> None:
         return
 
     dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
 
     # Experts receive uneven numbers of tokens, and the host's communication has no uneven collectives.
     regions: Any = mappings
@@ -115,7 +115,7 @@ def _reduce_scatter_uneven(
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
-def host_counts(
+def convert_host_counts(
     tensor: Any,
     as_numpy: bool = False,
     record_stream: bool = False,
@@ -348,9 +348,9 @@ class Routing:
         for group in self._token_groups:
             dist.all_reduce(counts, group=group)
         lengths = rows.lengths.float()
-        fractions = counts * (self.experts / self.topk / lengths.square())[:, None]
+        expert_weights = counts * (self.experts / self.topk / lengths.square())[:, None]
 
-        weighted_scores = scores.float() * fractions[rows.index]
+        weighted_scores = scores.float() * expert_weights[rows.index]
         total = weighted_scores[: tokens.real_count].sum()
         # The mean is over rows: each token counts 1 / length of its row.
         row_count = (1 / lengths)[rows.index][: tokens.real_count].sum()

@@ -919,9 +919,9 @@ def _select_angles(
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace both kinds of rotary angles by those of one kind of attention, those of ``frequency_range``.
+    """Select the rotary angles of one kind of attention, local or full; a forward pre-hook of attention.
 
-    A forward pre-hook of attention.
+    ``frequency_range`` are the indices of this kind's frequencies in the result of `join_frequencies`.
     """
     # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
@@ -932,7 +932,7 @@ def _select_angles(
     return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
 
 
-def allow_without_transformer_engine() -> None:
+def clear_transformer_engine_flag() -> None:
     """Clear Megatron's HAVE_TE flag for latent attention without Transformer Engine. Idempotent."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention

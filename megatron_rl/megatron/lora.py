@@ -661,7 +661,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 
 @contextmanager
-def initial_policy(model: Chunked) -> Iterator[None]:
+def use_initial_policy(model: Chunked) -> Iterator[None]:
     """Compute with the initial policy inside the block: the base with the adapters from before training."""
     for _, adapter in _adapters(model):
         adapter.state = "initial"
@@ -672,7 +672,7 @@ def initial_policy(model: Chunked) -> Iterator[None]:
             adapter.state = "trained"
 
 
-def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
+def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     """Return a chunk's trainable tensors for Megatron's distributed checkpoint, loadable in any layout.
 
     The experts of a layer are stacked into one tensor along its first dimension.
@@ -743,7 +743,7 @@ def load_adapters(
     chunk: Any,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Copy the loaded ``tensors`` of `sharded_adapters` into a chunk."""
+    """Copy the loaded ``tensors`` of `build_sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
     head = _scalar_head(model, chunk)
     if head is not None:

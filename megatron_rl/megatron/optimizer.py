@@ -132,8 +132,8 @@ class Optimizer:
         if hasattr(self.megatron, "chained_optimizers"):
             # If only experts train, the optimizer of dense weights is empty on all ranks, and Megatron cannot
             # save it.
-            self.megatron.chained_optimizers = self.parts
-        for optimizer in self.parts:
+            self.megatron.chained_optimizers = self.sub_optimizers
+        for optimizer in self.sub_optimizers:
             if optimizer.init_state_fn is None:
                 # SGD has no state, but Megatron calls the function when a checkpoint is loaded.
                 optimizer.init_state_fn = _no_initial_state
@@ -172,7 +172,7 @@ class Optimizer:
         return optimizer
 
     @property
-    def parts(self) -> list[Any]:
+    def sub_optimizers(self) -> list[Any]:
         """Return the Megatron optimizers inside this one, except for empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]

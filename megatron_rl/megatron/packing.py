@@ -67,8 +67,8 @@ def partition_rows(
     few rows some micro-batches are empty.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
-    least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
-    count = -(-max(1, least_count) // multiple) * multiple
+    min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
+    count = -(-max(1, min_count) // multiple) * multiple
 
     # Balance rows over ranks, then pack each rank's share separately.
     shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
@@ -92,23 +92,26 @@ def partition_rows(
 
 def _pack_all_rows(
     lengths: Sequence[int],
-    ranks: int,
+    rank_count: int,
     budget: int,
     count: int,
     tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
-    """Pack all rows into ``ranks * count`` micro-batches; balance the work of ``count`` of them per rank."""
-    bins = _fit_into_bins(lengths, budget, ranks * count)
+    """Pack all rows into micro-batches, ``count`` per rank, and balance the work of the ranks.
+
+    ``budget`` is the largest number of tokens of a micro-batch.
+    """
+    bins = _fit_into_bins(lengths, budget, rank_count * count)
     assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
     work = row_work(lengths, tokens_per_quadratic)
     loads = [sum(work[row] for row in rows) for rows in bins]
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
     totals = [0.0] * ranks
 
     # The heaviest bin first, to the least loaded rank with fewer than ``count`` bins.
     for index in sorted(range(len(bins)), key=lambda index: (-loads[index], index)):
-        open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < count]
+        open_ranks = [rank for rank in range(rank_count) if len(shares[rank]) < count]
         rank = min(open_ranks, key=lambda rank: totals[rank])
         shares[rank].append(bins[index])
         totals[rank] += loads[index]
@@ -120,7 +123,7 @@ def _fit_into_bins(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Distribute rows over ``count`` bins within the budget: balanced if that fits, otherwise packed.
+    """Distribute rows over ``count`` bins of ``budget`` tokens: balanced if that fits, otherwise packed.
 
     Returns None if neither fits. A row over the budget fits if it is alone in its bin.
     """
@@ -129,14 +132,14 @@ def _fit_into_bins(
     if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
         return balanced
 
-    bins = bin_packing(lengths, budget)
+    bins = pack_into_bins(lengths, budget)
     if len(bins) > count:
         return None
     empty: list[list[int]] = [[] for _ in range(count - len(bins))]
     return bins + empty
 
 
-def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_into_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into few bins of ``budget``; an item over the budget gets its own bin.
 
     Best fit decreasing (Johnson 1974) needs at most 11/9 of the fewest bins, plus 1. If that is more than the
@@ -201,7 +204,7 @@ def _search_packing(
     room = [budget] * count
     steps = 0
 
-    def place(depth: int) -> bool:
+    def place_from(depth: int) -> bool:
         nonlocal steps
         if depth == len(items):
             return True
@@ -217,13 +220,13 @@ def _search_packing(
             # Undo the placement if the remaining items do not fit.
             bins[index].append(item)
             room[index] -= size
-            if place(depth + 1):
+            if place_from(depth + 1):
                 return True
             room[index] += size
             bins[index].pop()
         return False
 
-    return bins if place(0) else None
+    return bins if place_from(0) else None
 
 
 @dataclass

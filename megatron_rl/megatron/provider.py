@@ -130,13 +130,13 @@ class Provider:
         # Absent unless the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
-            with global_groups(groups, stage):
+            with use_global_groups(groups, stage):
                 yield
             return
 
         global_vars._GLOBAL_ARGS = self.arguments
         try:
-            with global_groups(groups, stage):
+            with use_global_groups(groups, stage):
                 yield
         finally:
             global_vars._GLOBAL_ARGS = None
@@ -291,7 +291,7 @@ def load_provider(
 
 
 @contextmanager
-def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
+def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
     """Set Megatron's process-global groups to a role's inside the block, for code that reads them."""
     state: Any = parallel_state
     virtual_pipeline = groups.layout.virtual_pipeline

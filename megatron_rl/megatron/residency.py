@@ -255,7 +255,7 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is None:
         return
 
-    for megatron_optimizer in optimizer.parts:
+    for megatron_optimizer in optimizer.sub_optimizers:
         for group in megatron_optimizer.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in megatron_optimizer.optimizer.state.values():

@@ -444,7 +444,8 @@ def forward_backward(
         )
         for chunk in model.wrapped:
             chunk.train()
-        results = _run_schedule(model, micros, _loss_function(objective), forward_only=False, guard=guard)
+        loss_function = _make_loss_function(objective)
+        results = _run_schedule(model, micros, loss_function, forward_only=False, guard=guard)
         return results, padding
 
     results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
@@ -484,14 +485,14 @@ def forward_loss(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            loss_function = _loss_function(objective)
+            loss_function = _make_loss_function(objective)
             return _run_schedule(model, micros, loss_function, forward_only=True, guard=guard)
 
     results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
-def _loss_function(
+def _make_loss_function(
     objective: Callable[..., tuple[Tensor, Metrics]],
 ) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""

@@ -133,7 +133,7 @@ class Roles:
         ]
 
     @contextmanager
-    def learners_resident(self) -> Iterator[None]:
+    def keep_learners_resident(self) -> Iterator[None]:
         """Keep weights and optimizer states of the trained roles in device memory inside the block.
 
         Saving and restoring checkpoints needs this.

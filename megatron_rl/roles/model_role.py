@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.megatron.log_probs import TopTokens
-from megatron_rl.megatron.lora import initial_policy, remove_adapters
+from megatron_rl.megatron.lora import remove_adapters, use_initial_policy
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.passes import PassGuard
@@ -207,7 +207,7 @@ class ModelRole:
         # A reference that equals the initial actor is the actor's model with its adapters disabled.
         adapter_scope = nullcontext()
         if self.initial_of is not None:
-            adapter_scope = initial_policy(self.model)
+            adapter_scope = use_initial_policy(self.model)
             # The recorded experts are those of the adapted actor; the initial policy must choose its own.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), adapter_scope:

@@ -384,7 +384,7 @@ class RewardRole:
         if TURNS in takes:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
         if TOKENS in takes:
-            fields[TOKENS] = tokens_of(selected)
+            fields[TOKENS] = collect_token_fields(selected)
         if GROUP in takes:
             fields[GROUP] = selected.group.tolist()
 
@@ -599,7 +599,7 @@ def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | Re
     return [row for row, group in enumerate(rollouts.group.tolist()) if group % rank_count == rank]
 
 
-def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
+def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
     """Return the token ids of each row's ``prompt`` and ``response``, with ``mask`` and ``log_probs``.
 
     The response begins with the policy's first token. ``mask`` is true for tokens of the policy.

@@ -149,7 +149,7 @@ class TrainerState:
         if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
             trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
 
-        with roles.learners_resident():
+        with roles.keep_learners_resident():
             return checkpoint.save(
                 path,
                 trained_roles,
@@ -176,7 +176,7 @@ class TrainerState:
         policy = roles.hybrid_engine.rollout_policy
         has_rollout_weights = compute_on_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
         restores_rollout_weights = has_rollout_weights and policy.every != 1
-        with roles.learners_resident():
+        with roles.keep_learners_resident():
             if restores_rollout_weights:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
                 policy.capture(roles.hybrid_engine.version)

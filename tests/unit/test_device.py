@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.rendezvous import agree_on_attempt, open_store, store_of_one_host
+from megatron_rl.distributed.rendezvous import agree_on_attempt, open_single_host_store, open_store
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe
@@ -57,8 +57,8 @@ def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         with pytest.raises(dist.DistNetworkError, match=str(port)):
-            store_of_one_host(port, SHORT)
-    store = store_of_one_host(port, LONG)
+            open_single_host_store(port, SHORT)
+    store = open_single_host_store(port, LONG)
     store.set("a", "b")
     assert store.get("a") == b"b"
     listening = [item.laddr for item in psutil.Process().net_connections("tcp") if item.status == "LISTEN"]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import PendingCheckpoint, find_newest_intact, write_error
+from megatron_rl.checkpoint.folders import PendingCheckpoint, convert_write_error, find_newest_intact
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
@@ -240,5 +240,5 @@ def test_a_write_that_the_system_cuts_off_is_told_as_one(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for error in (cut.value, refused.value):
-        told = write_error(error, tmp_path / "step_2")
+        told = convert_write_error(error, tmp_path / "step_2")
         assert isinstance(told, UserError) and "ulimit -f" in str(told)

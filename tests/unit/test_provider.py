@@ -25,7 +25,7 @@ from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.parameter_mapping import global_name
-from megatron_rl.megatron.provider import global_groups, load_provider
+from megatron_rl.megatron.provider import load_provider, use_global_groups
 from megatron_rl.megatron.schedule import forward_backward
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
@@ -135,7 +135,7 @@ def test_groups_are_global_for_as_long_as_the_block(tmp_path: Path) -> None:
     device.initialize()
     groups = ParallelGroups(ParallelLayout((0,)))
     before = dict(vars(parallel_state))
-    with pytest.raises(RuntimeError), global_groups(groups):
+    with pytest.raises(RuntimeError), use_global_groups(groups):
         assert parallel_state.get_tensor_model_parallel_group() is groups.tensor
         assert parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
         assert parallel_state.is_pipeline_last_stage() and parallel_state.is_rank_in_embedding_group()

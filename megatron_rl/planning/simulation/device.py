@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.budget import Usage
 from megatron_rl.distributed import device
-from megatron_rl.megatron.experts import host_counts
+from megatron_rl.megatron.experts import convert_host_counts
 
 _aten = torch.ops.aten
 _NO_KERNEL = frozenset(
@@ -414,7 +414,7 @@ def _even_experts(simulation: Simulation) -> Iterator[None]:
         return counts.repeat(group.size())
 
     dispatcher_class.preprocess = preprocess_evenly
-    dispatcher.maybe_move_tensor_to_cpu = host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
     try:
         yield
     finally:
