@@ -107,7 +107,7 @@ def _pack_all_rows(
     work = row_work(lengths, tokens_per_quadratic)
     loads = [sum(work[row] for row in rows) for rows in bins]
     shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
-    totals = [0.0] * ranks
+    totals = [0.0] * rank_count
 
     # The heaviest bin first, to the least loaded rank with fewer than ``count`` bins.
     for index in sorted(range(len(bins)), key=lambda index: (-loads[index], index)):
