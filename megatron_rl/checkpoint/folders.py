@@ -120,8 +120,8 @@ def write_tensors(
     over the world.
     """
     tensor_write = TensorWrite(folder, model, state, content, copy_host_tensors=False)
-    run_write_step(tensor_write.run, "write a checkpoint", folder)
-    tensor_write.finish()
+    run_write_step(tensor_write.write_shards, "write a checkpoint", folder)
+    tensor_write.write_tensor_index()
 
 
 class PendingCheckpoint:
@@ -179,7 +179,7 @@ class PendingCheckpoint:
         try:
             with device.megatron_mode():
                 for write in self._writes:
-                    write.finish()
+                    write.write_tensor_index()
         except Exception as error:
             raise convert_write_error(error, self.final) from error
 
@@ -214,7 +214,7 @@ class PendingCheckpoint:
         start = time.perf_counter()
         try:
             for write in self._writes:
-                write.run()
+                write.write_shards()
             names = [path.relative_to(self.partial).as_posix() for path in self._files]
             # `durable.digests` flushes each file to the disk before it reads it.
             self._digests = durable.digests(self.partial, names)

@@ -306,7 +306,7 @@ def _open_verified_buffers(
     for parameters in checkpoint.flat_parameters(shape):
         master_weights = BufferFiles(source, checkpoint, parameters)
         names = run_on_all_ranks_or_raise(
-            partial(_first_difference, master_weights, weights, boxes),
+            partial(_find_first_difference, master_weights, weights, boxes),
             "read the optimizer's state",
             model.groups.all,
         )
@@ -326,7 +326,7 @@ def _open_verified_buffers(
     )
 
 
-def _first_difference(
+def _find_first_difference(
     master_weights: MegatronFiles,
     weights: MegatronFiles,
     boxes: Sequence[TensorBox],

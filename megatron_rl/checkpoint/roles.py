@@ -63,7 +63,7 @@ from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.errors import unreadable_file
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
@@ -392,7 +392,7 @@ def _role_meta(
         stored_layout = layout
 
     return {
-        "model": model_identity(pretrained(model.hf_config)),
+        "model": model_identity(describe_model(model.hf_config)),
         "dtype": _dtype_name(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
@@ -459,7 +459,7 @@ def _require_same_role(
 
     If ``optimizer`` is None, optimizer and dtype are not compared.
     """
-    check_same_model(folder, meta["model"], pretrained(model.hf_config))
+    check_same_model(folder, meta["model"], describe_model(model.hf_config))
     build = {
         "layers": _layer_kind(model),
         "adapters": _describe_adapters(model),

@@ -244,14 +244,14 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any])
 
             for state in sorted(current_states.keys() - {"step"}):
                 if not boxes:
-                    raise _absent_error(folder, None, state)
+                    raise _missing_state_error(folder, None, state)
 
                 values = torch.zeros(parameter.numel(), device=device.host())
                 for box in boxes:
                     shard_box = box.narrow_to_range(shard.start, shard.end)
                     num_absent = _copy_box(values, shard_box, state, index.boxes, files)
                     if num_absent and not may_be_absent:
-                        raise _absent_error(folder, box, state)
+                        raise _missing_state_error(folder, box, state)
 
                 shard_values = values[shard.start : shard.end]
                 set_states(sub_optimizer, parameter, {state: shard_values})
@@ -343,7 +343,7 @@ def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
     return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
 
 
-def _absent_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
+def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not locate.
 
     ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.

@@ -62,8 +62,8 @@ class TensorWrite:
     """The planned write of a sharded state and its common values into an empty folder.
 
     The constructor copies this rank's shards from the accelerator into pinned host memory and, on the first
-    rank, writes the common values. Then `run` writes the shards, on any thread, and `finish` writes the index
-    of all tensors. Call the constructor inside `megatron_scope`. Collective over the world.
+    rank, writes the common values. Then `write_shards` writes the shards, on any thread, and
+    `write_tensor_index` writes the index of all tensors. Call the constructor inside `megatron_scope`. Collective over the world.
 
     Arguments:
         folder: an empty folder on a file system that all ranks share.
@@ -120,7 +120,7 @@ class TensorWrite:
         buckets[:] = self._request.preload_fn()
         self.files += [Path(path) for path, _, _ in buckets]
 
-    def run(self) -> None:
+    def write_shards(self) -> None:
         """Write the copied shards, on any thread, and release their memory; raise if a write fails."""
         if self._request.async_fn is None:
             return
@@ -148,7 +148,7 @@ class TensorWrite:
             outcomes_by_file = pool.map(write_bucket, range(len(buckets)))
             results.put(dict(enumerate(outcomes_by_file)))
 
-    def finish(self) -> None:
+    def write_tensor_index(self) -> None:
         """Write the index of all ranks' tensors (.metadata). Call it inside `megatron_mode`.
 
         Collective over the world.

@@ -17,7 +17,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError, UserErrors, divisor_error
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.planning.reshard import (
     Summary,
     actor_layout,
@@ -146,7 +146,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
     if rank is None:
         return None
 
-    model = pretrained(config)
+    model = describe_model(config)
     lora = LoraConfig(rank, sync="adapter")
     # The same rules as for a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]

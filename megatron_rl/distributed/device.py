@@ -167,18 +167,18 @@ def synchronize() -> None:
 
     torch's own call would initialize device 0 on every rank before `initialize` selects a device.
     """
-    if _in_use():
+    if _is_accelerator_initialized():
         torch.cuda.synchronize()
 
 
-def _in_use() -> bool:
+def _is_accelerator_initialized() -> bool:
     """Return whether this process has initialized an accelerator."""
     return not _ON_HOST and torch.cuda.is_initialized()
 
 
 def empty_cache() -> None:
     """Return cached, unused device memory to the driver."""
-    if _in_use():
+    if _is_accelerator_initialized():
         torch.cuda.empty_cache()
 
 
@@ -249,7 +249,7 @@ def peak_memory(reset: bool = False) -> int:
 
         # Linux reports the size in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if not _in_use():
+    if not _is_accelerator_initialized():
         return 0
 
     peak = max(_earlier_peak, torch.cuda.max_memory_allocated() - _unbacked_bytes)
@@ -282,7 +282,7 @@ def read_memory(*, restart: bool = False) -> MemoryReading | None:
     ``restart`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The call
     does not wait for the device, since PyTorch's allocator counts on the host.
     """
-    if not _in_use():
+    if not _is_accelerator_initialized():
         return None
     if restart:
         _restart_peak()
@@ -309,7 +309,7 @@ def set_unbacked_bytes(size: int) -> None:
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
     global _unbacked_bytes
-    if _in_use():
+    if _is_accelerator_initialized():
         # Store the peak computed with the previous number: it is unknown when PyTorch's peak was reached.
         _restart_peak()
     _unbacked_bytes = size

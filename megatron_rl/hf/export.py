@@ -37,7 +37,7 @@ from megatron_rl.hf.files import (
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
@@ -120,7 +120,7 @@ def export(
     Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
-    hf_model = pretrained(model.hf_config)
+    hf_model = describe_model(model.hf_config)
     if dtype is None:
         first_parameter = next(iter(parameters.values()))
         dtype = first_parameter.dtype
@@ -564,7 +564,7 @@ def _write_config(
     """Write the config.json of a text-only model into ``folder``, as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    model = pretrained(config)
+    model = describe_model(config)
     if not config.architectures:
         config.architectures = [model.family.architecture]
 

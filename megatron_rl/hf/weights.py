@@ -21,7 +21,7 @@ from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.progress import count_progress
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
@@ -75,7 +75,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
         meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
     return trace_import(
         meta_tensors,
-        pretrained(model.hf_config),
+        describe_model(model.hf_config),
         shard_of(model),
         device.rank(),
         storage_by_name,
@@ -181,7 +181,7 @@ def _read(
     ``parameters`` are those of `fill_parameters`.
     """
     boxes = source_boxes(model)
-    padded = vocabulary_names(pretrained(model.hf_config).shape)
+    padded = vocabulary_names(describe_model(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
             # No box fills the rows that pad the vocabulary.
@@ -207,7 +207,7 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     It does not depend on the format of the checkpoint or on its division into files.
     """
     files = open_checkpoint(path)
-    model = pretrained(read_hf_config(path))
+    model = describe_model(read_hf_config(path))
     names = sorted(files.names() & model.tensor_shapes().keys())
 
     # Sample every n-th tensor in the order of names, which does not depend on the format.
@@ -252,7 +252,7 @@ def require_finite(
 
 def check_tensors(files: Checkpoint, model: Chunked) -> None:
     """Raise UserError unless a checkpoint has exactly the tensors, with the shapes, that the model needs."""
-    hf_model = pretrained(model.hf_config)
+    hf_model = describe_model(model.hf_config)
     expected = hf_model.tensor_shapes()
     stored = files.names()
 

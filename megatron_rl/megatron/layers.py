@@ -83,7 +83,7 @@ def warn_of_unfused_attention() -> None:
     )
 
 
-def attention_backend_of_process() -> dict[str, str]:
+def earlier_attention_backend() -> dict[str, str]:
     """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
     Megatron writes the setting of the first model into environment variables of Transformer Engine, and
@@ -213,7 +213,10 @@ class PackedRotaryEmbedding(nn.Module):
         config: Any,
         packed: PackedRows | None = None,
     ) -> int:
-        """Store the positions of the packed sequence; Megatron calls this before `forward`."""
+        """Store the positions of the packed sequence, and return its length on this rank.
+
+        Megatron calls this before `forward`.
+        """
         assert packed is not None, "packed rows are the only input format"
         self._positions = packed.positions
         return len(packed.positions)
@@ -333,10 +336,10 @@ class PackedAttention(nn.Module, RowAttention):
                 query, key, value, packed_seq_params.boundaries, self.scale, self.window
             )
         else:
-            output = self._attend(query, key, value, packed_seq_params)
+            output = self._attend_by_bucket(query, key, value, packed_seq_params)
         return _shard_over_tokens(self.context, output).flatten(1).unsqueeze(1)
 
-    def _attend(
+    def _attend_by_bucket(
         self,
         query: Tensor,
         key: Tensor,
@@ -680,7 +683,7 @@ def block_spec(
     # Layers are counted over the whole model, since only some may have experts.
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    specs = [_plain_layer_spec(config, _is_moe(config, offset + index)) for index in range(count)]
+    specs = [_plain_layer_spec(config, _has_experts(config, offset + index)) for index in range(count)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_untyped_norm(RmsNorm))
 
 
@@ -710,7 +713,7 @@ def _untyped_norm(module: Any) -> Any:
     return module
 
 
-def _is_moe(config: TransformerConfig, layer: int) -> bool:
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
     """Return whether a layer, counted from 0 over the whole model, has experts."""
     if not config.num_moe_experts:
         return False

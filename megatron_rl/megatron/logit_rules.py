@@ -45,7 +45,7 @@ class Penalties:
     frequency: float
     """Value that is subtracted for each occurrence in the response."""
 
-    def apply(
+    def apply_penalties(
         self,
         logits: Tensor,
         selection: slice,
@@ -107,7 +107,7 @@ class RepeatedNgrams:
     offsets: numpy.ndarray
     """[count + 1] index of each selected token's first entry, on the host: slicing reads no device memory."""
 
-    def ban(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
+    def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
         """Ban the tokens from the logits [n, columns] of the row's selected tokens ``selection``, in place.
 
         ``first_token_id`` is the token id of the first column.
@@ -317,10 +317,10 @@ def apply_rules(
 
         selection = slice(first + first_index - row.first, last + first_index - row.first)
         if row.ngrams is not None:
-            row.ngrams.ban(logits[first:last], selection, first_token_id)
+            row.ngrams.ban_tokens(logits[first:last], selection, first_token_id)
         if row.penalties is not None:
             row_slope = None if slope is None else slope[first:last]
-            row.penalties.apply(logits[first:last], selection, first_token_id, row_slope)
+            row.penalties.apply_penalties(logits[first:last], selection, first_token_id, row_slope)
 
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:

@@ -34,7 +34,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
     global_name,
@@ -56,7 +56,7 @@ class Adapter(nn.Module):
     linear_qkv). Each kind has its own A.
     """
 
-    mask: Tensor
+    kind_mask: Tensor
     """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
@@ -67,13 +67,13 @@ class Adapter(nn.Module):
         self,
         weight: Tensor,
         rank: int,
-        mask: Tensor,
+        kind_mask: Tensor,
         scale: float,
         dropout: float,
     ) -> None:
         super().__init__()
         rows, inputs = weight.shape
-        kind_count = mask.shape[1]
+        kind_count = kind_mask.shape[1]
         options = {"dtype": weight.dtype, "device": weight.device}
         self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **options))
         self.B = nn.Parameter(torch.empty(rows, rank, **options))
@@ -83,7 +83,7 @@ class Adapter(nn.Module):
         """``trained`` or ``initial``: the values that `forward` uses."""
 
         # Not persistent: checkpoints and PEFT files contain only A and B.
-        self.register_buffer("mask", mask.to(**options), persistent=False)
+        self.register_buffer("kind_mask", kind_mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)
 
@@ -111,7 +111,7 @@ class Adapter(nn.Module):
         self.by_columns = by_columns
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size() > 1
-        shard, replicated = self._shard_and_replicated()
+        shard, replicated = self._sharded_and_replicated_factors()
         set_tensor_model_parallel_attributes(shard, True, int(by_columns), 1)
         setattr(replicated, "sequence_parallel", self.sequence_parallel)
 
@@ -124,12 +124,12 @@ class Adapter(nn.Module):
         self.by_columns = by_columns
         self.group = group
         self.is_expert = True
-        shard, replicated = self._shard_and_replicated()
+        shard, replicated = self._sharded_and_replicated_factors()
         for factor in (shard, replicated):
             set_tensor_model_parallel_attributes(factor, True, int(by_columns), 1)
         setattr(replicated, "shared", group.rank() > 0)
 
-    def _shard_and_replicated(self) -> tuple[nn.Parameter, nn.Parameter]:
+    def _sharded_and_replicated_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Return the factor that is sharded over the group, and the factor that is replicated on it."""
         if self.by_columns:
             return self.A, self.B
@@ -139,7 +139,7 @@ class Adapter(nn.Module):
         """Return the gradient to sum over an expert's tensor-parallel ranks, or None if it is complete."""
         if not self.is_expert or self.group.size() == 1:
             return None
-        _, replicated = self._shard_and_replicated()
+        _, replicated = self._sharded_and_replicated_factors()
         return getattr(replicated, "main_grad", None)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
@@ -193,9 +193,9 @@ class Adapter(nn.Module):
 
     def _expand_by_kind(self, factor_b: Tensor) -> Tensor:
         """Return B as [out, kinds x rank], block-sparse: a row is zero in the columns of other kinds."""
-        if self.mask.shape[1] == 1:
+        if self.kind_mask.shape[1] == 1:
             return factor_b
-        by_kind = self.mask[:, :, None] * factor_b[:, None, :]
+        by_kind = self.kind_mask[:, :, None] * factor_b[:, None, :]
         return by_kind.flatten(1)
 
     @torch.no_grad()
@@ -283,7 +283,7 @@ def attach_adapters(
     on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
     """
     model.adapters = adapted(
-        pretrained(model.hf_config),
+        describe_model(model.hf_config),
         config.rank,
         config.alpha,
         config.targets,

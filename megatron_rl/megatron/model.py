@@ -32,8 +32,8 @@ from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
     allow_plain_output_layer,
-    attention_backend_of_process,
     block_spec,
+    earlier_attention_backend,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (
@@ -44,7 +44,7 @@ from megatron_rl.megatron.log_probs import (
     vocab_parallel_top_tokens,
 )
 from megatron_rl.megatron.logit_rules import RowRules
-from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
+from megatron_rl.megatron.model_spec import ModelSpec, describe_model, model_spec, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
@@ -383,7 +383,7 @@ def build_model(
     layout = groups.layout
     if head == "value":
         hf_config = with_scalar_head(hf_config)
-    shape = pretrained(hf_config).shape
+    shape = describe_model(hf_config).shape
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
 
@@ -401,7 +401,7 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**attention_backend_of_process(), **(overrides or {})}
+        explicit = {**earlier_attention_backend(), **(overrides or {})}
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)

@@ -37,7 +37,7 @@ from megatron_rl.shapes.pretrained import (
 from megatron_rl.shapes.quantized import quantization_keys
 
 
-def pretrained(hf_config: Any) -> PretrainedModel:
+def describe_model(hf_config: Any) -> PretrainedModel:
     """Return the description of a transformers config's model, from the table of model families."""
     return describe(hf_config.to_dict())
 
@@ -80,7 +80,7 @@ def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
 def with_scalar_head(hf_config: Any) -> Any:
     """Return a copy of the config with a scalar head, under the architecture name of transformers."""
     config = copy.deepcopy(hf_config)
-    config.architectures = [pretrained(hf_config).family.scalar_architecture]
+    config.architectures = [describe_model(hf_config).family.scalar_architecture]
     config.num_labels = 1
     config.tie_word_embeddings = False
     return config
@@ -109,7 +109,7 @@ class ModelSpec:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether tensor-parallel ranks share key-value heads because there are fewer heads than ranks."""
+        """Return whether tensor-parallel ranks share key-value heads, since there are fewer heads than ranks."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
@@ -145,7 +145,7 @@ def model_spec(
     Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
     and for a layout that does not divide the model.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     shape = model.shape
     for error in trainer_problems(shape, layout, overrides):
         raise error
@@ -201,7 +201,7 @@ def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     If local attention has separate frequencies, these come first, before those of full attention, and the
     factor is that of full attention.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
         return _rope_frequencies(hf_config, model, None)
 
@@ -237,9 +237,10 @@ def _rope_frequencies(
 
 
 def _head_size(shape: ModelShape, layer_type: str | None) -> int:
-    """Return the size of a head in the layers of a type, such as ``sliding_attention``; None for all layers.
+    """Return the head size of the layers of one type; without a type, the model's general head size.
 
-    Layers of one type have heads of one size.
+    ``layer_type`` is transformers' name of the type, such as "sliding_attention". Layers of one type have
+    heads of one size.
     """
     if layer_type is not None:
         for layer in range(shape.layers):

@@ -121,10 +121,10 @@ class Optimizer:
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
-        with model.scope(), _default_group(model.groups.all), _build_on_host(settings):
+        with model.scope(), _use_role_group(model.groups.all), _build_on_host(settings):
             self.megatron: Any = get_megatron_optimizer(
                 settings,
-                _chunks(model),
+                _wrapped_chunks(model),
                 use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
             )
@@ -179,7 +179,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
-        for chunk in _chunks(self.model):
+        for chunk in _wrapped_chunks(self.model):
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -203,7 +203,7 @@ class Optimizer:
             # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
             # such as weight sync and checkpoints, need them now.
             if not has_next:
-                for wrapped in _chunks(self.model):
+                for wrapped in _wrapped_chunks(self.model):
                     if wrapped.use_forward_hook:
                         wrapped.start_param_sync(force_sync=True)
 
@@ -227,7 +227,7 @@ class Optimizer:
 
 
 @contextmanager
-def _default_group(group: Any) -> Iterator[None]:
+def _use_role_group(group: Any) -> Iterator[None]:
     """Make collectives without a group use the role's group, instead of the world, inside the block.
 
     Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer. The ranks of
@@ -259,7 +259,7 @@ def _no_initial_state(*_: Any) -> None:
     """Initialise no optimizer state: SGD has none."""
 
 
-def _chunks(model: ParallelModel) -> Any:
+def _wrapped_chunks(model: ParallelModel) -> Any:
     """Return the wrapped chunks as Any: the model does not declare the methods of Megatron's DDP."""
     return model.wrapped
 

@@ -260,14 +260,14 @@ class PackedRows(PackedSeqParams):
 
         The gradients of padding must be zero.
         """
-        return _Fill.apply(tokens, self)
+        return _FillBuckets.apply(tokens, self)
 
     def join_buckets(self, buckets: Sequence[Tensor]) -> Tensor:
         """Gather the tokens [T, ...] of buckets [rows * longest, ...], without their padding."""
-        return _Join.apply(self, *buckets)
+        return _JoinBuckets.apply(self, *buckets)
 
 
-class _Fill(torch.autograd.Function):
+class _FillBuckets(torch.autograd.Function):
     """Gather of tokens into buckets, whose backward pass is a gather too.
 
     Autograd would scatter-add the gradients, which is slow. Padding repeats tokens, but has no gradient, so
@@ -294,10 +294,10 @@ class _Fill(torch.autograd.Function):
         return flat.index_select(0, ctx.restore), None
 
 
-class _Join(torch.autograd.Function):
+class _JoinBuckets(torch.autograd.Function):
     """Gather of the T tokens of a packed sequence from its buckets, without their padding.
 
-    It reverses `_Fill`. In the backward pass padding gets zero gradients.
+    It reverses `_FillBuckets`. In the backward pass padding gets zero gradients.
     """
 
     @staticmethod

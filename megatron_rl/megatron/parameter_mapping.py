@@ -67,7 +67,7 @@ class _SourceRows:
     source: Source
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         """Return the number of rows that the source selects."""
         return self.source.shape[0]
 
@@ -75,14 +75,14 @@ class _SourceRows:
     def contiguous_rows(self) -> Tensor:
         """Return a view of all rows that the source selects, which must be contiguous in the tensor."""
         assert self.source.runs == 1, self.source
-        if len(self.tensor) == self.count:
+        if len(self.tensor) == self.row_count:
             return self.tensor
-        return self.tensor.narrow(0, self.source.first, self.count)
+        return self.tensor.narrow(0, self.source.first, self.row_count)
 
-    def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill ``target`` with consecutive rows of the source, from row ``begin`` of the source on."""
+    def copy_to(self, target: Tensor, first_row: int) -> None:
+        """Fill ``target`` with consecutive rows of the source, from its row ``first_row`` on."""
         position = 0
-        for row, rows in self.source.pieces(begin, len(target)):
+        for row, rows in self.source.pieces(first_row, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
             position += rows
 
@@ -111,11 +111,11 @@ def _copy_rows(
 ) -> None:
     """Fill a parameter with this rank's shard of its only source's rows, or all if replicated."""
     (source,) = sources
-    if len(target) == source.count:
+    if len(target) == source.row_count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
         source.copy_to(target, 0)
         return
-    source.copy_to(target, shard.index * (source.count // shard.count))
+    source.copy_to(target, shard.index * (source.row_count // shard.count))
 
 
 def _copy_columns(
@@ -140,7 +140,7 @@ def _copy_sections(
     """
     position = 0
     for source in sources:
-        rows = source.count // shard.count
+        rows = source.row_count // shard.count
         source.copy_to(target.narrow(0, position, rows), shard.index * rows)
         position += rows
 
@@ -160,7 +160,7 @@ def _copy_query_key_value(
     target_begin = shard.index * rows
     # The query weight's number of groups, which is the number of key-value heads.
     groups = sources[0].source.heads
-    group_sizes = [source.count // groups for source in sources]
+    group_sizes = [source.row_count // groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
@@ -196,7 +196,7 @@ def _copy_vocabulary(
     """
     (source,) = sources
     begin = shard.index * target.shape[0]
-    rows = min(source.count - begin, target.shape[0])
+    rows = min(source.row_count - begin, target.shape[0])
     if rows > 0:
         source.copy_to(target.narrow(0, 0, rows), begin)
 

@@ -98,7 +98,7 @@ class PassGuard:
         self._voted = False
         self._vote = torch.zeros(2, dtype=torch.int64)
 
-    def run(
+    def run_pass(
         self,
         compute: Callable[[int], Result],
         budget: int,

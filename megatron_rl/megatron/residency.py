@@ -110,13 +110,13 @@ class Residency:
 
         # Copies are asynchronous: device memory may be freed only when they are complete.
         device.synchronize()
-        freed = [storages.free() for storages in unused]
+        freed = [storages.free_device_memory() for storages in unused]
         if any(freed):
             # Freed storages stay in the allocator's cache until they are returned to the driver.
             device.empty_cache()
 
         # Load what is required, after the memory for it is free.
-        self._bytes += sum(storages.load() for storages in required)
+        self._bytes += sum(storages.load_to_device() for storages in required)
         if self._bytes > bytes_before:
             device.synchronize()
         self._seconds += time.perf_counter() - started
@@ -198,14 +198,14 @@ class _OffloadedStorages:
         self.stale = False
         return copied_bytes
 
-    def free(self) -> bool:
+    def free_device_memory(self) -> bool:
         """Free the device memory of the offloaded storages; return whether there was any."""
         storages = [storage for storage, _ in self._offloaded.values() if storage.nbytes()]
         for storage in storages:
             storage.resize_(0)
         return bool(storages)
 
-    def load(self) -> int:
+    def load_to_device(self) -> int:
         """Start to refill the storages in place; return the bytes copied."""
         copied_bytes = 0
         for key, (storage, size) in self._offloaded.items():

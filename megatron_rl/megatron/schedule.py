@@ -376,11 +376,11 @@ def _run_guarded(
     unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``, run by the guard if there is one (see `PassGuard.run`)."""
+    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard."""
     if guard is None:
         return compute(tokens_per_microbatch)
     unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
-    return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
+    return guard.run_pass(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
 def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError, first_line, out_of_range
-from megatron_rl.megatron.model_spec import model_spec, pretrained
+from megatron_rl.megatron.model_spec import describe_model, model_spec
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import Constants, Machine
@@ -149,7 +149,7 @@ def plan_offline(
     ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora`` only
     adapters are transferred.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     if settings is None:
         settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
 

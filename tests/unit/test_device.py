@@ -91,7 +91,7 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.
         peak = allocated
 
     monkeypatch.setattr(device, "_ON_HOST", False)
-    monkeypatch.setattr(device, "_in_use", lambda: True)
+    monkeypatch.setattr(device, "_is_accelerator_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     allocate(40)  # an engine, awake

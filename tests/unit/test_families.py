@@ -20,7 +20,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.export import export
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
@@ -88,7 +88,7 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     assert described.shape.parameters == count == load_shape(str(saved)).parameters
     assert described.shape.tensors == len(list(described.tensors()))
     assert sum(torch.Size(shape).numel() for shape in described.tensor_shapes().values()) == count
-    assert described.shape == pretrained(reference.config).shape
+    assert described.shape == describe_model(reference.config).shape
 
     # importer and exporter
     device.initialize()
@@ -153,7 +153,7 @@ def test_minimax_m2_is_read_as_it_is_published(workspace: Path) -> None:
     published = read_pretrained(saved / "config.json")
     assert published.shape == described.shape
     assert published.engine_keys == described.engine_keys
-    assert rotary_fraction(pretrained(read_hf_config(saved)).config) == 0.5
+    assert rotary_fraction(describe_model(read_hf_config(saved)).config) == 0.5
 
 
 @pytest.mark.parametrize(

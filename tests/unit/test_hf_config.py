@@ -15,7 +15,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles, shard_files
 from megatron_rl.hf.weights import check_tensors
-from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotary_frequencies
+from megatron_rl.megatron.model_spec import describe_model, model_spec, read_hf_config, rotary_frequencies
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
@@ -32,7 +32,7 @@ def spec(family, sizes=None, overrides=None, **changes):
 def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
     save_model(family, tmp_path)
     files = CheckpointFiles(tmp_path)
-    described = pretrained(config_of(family))
+    described = describe_model(config_of(family))
     trained = {name: shape for name, shape in files.shapes().items() if not described.is_copied(name)}
     assert trained == described.tensor_shapes()
     assert files.names() == set(files.shapes())

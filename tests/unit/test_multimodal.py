@@ -18,7 +18,7 @@ from megatron_rl.hf.export import export
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import live_parameters
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.shapes.multimodal import is_carried
 from megatron_rl.shapes.pretrained import describe, read_pretrained
 from megatron_rl.shapes.published import shape_of
@@ -84,7 +84,7 @@ def test_a_multimodal_checkpoint_is_trained_as_its_language_model(name: str, tmp
     reference = save_multimodal(name, tmp_path / "first")
     hf_config = read_hf_config(tmp_path / "first")
     model = build(hf_config)
-    assert read_pretrained(tmp_path / "first/config.json").shape == pretrained(hf_config).shape
+    assert read_pretrained(tmp_path / "first/config.json").shape == describe_model(hf_config).shape
     load_weights(model, tmp_path / "first")
 
     rows = torch.randint(0, 120, (3, 37), generator=torch.Generator().manual_seed(1))
@@ -200,7 +200,7 @@ def test_published_configurations_are_those_of_transformers(tmp_path: Path) -> N
     """What is read from the file and from the class that fills in defaults is the same."""
     for config in (GEMMA_4B, QWEN_7B):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert pretrained(read_hf_config(tmp_path)).shape == describe(config).shape
+        assert describe_model(read_hf_config(tmp_path)).shape == describe(config).shape
 
 
 def checked(name: str, folder: Path, *overrides: str) -> Any:

@@ -197,9 +197,9 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         saved = plan_tensor_write(
             tmp_path / "saved", actor.model, actor.optimizer, ANY, copy_host_tensors=False
         )
-        saved.run()
+        saved.write_shards()
         with device.megatron_mode():
-            saved.finish()
+            saved.write_tensor_index()
         torch.save((trained[2].state_dict(), trainer.state_dict()), tmp_path / "rl.pt")
         second, third = trainer.step(), trainer.step()
         trainer.close()

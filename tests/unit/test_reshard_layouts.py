@@ -15,7 +15,7 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron.model import build_model, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.planning.reshard import (
     dense_shapes,
@@ -64,7 +64,7 @@ SIZES = st.fixed_dictionaries(
 def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabulary, data):
     """What `check` counts without torch equals the plan of traced boxes, rank by rank."""
     config = config_of(family, vocab_size=vocabulary)
-    model = pretrained(config)
+    model = describe_model(config)
     if not model.shape.experts:
         sizes |= {"expert": 1, "expert_tensor": 1}
     if model.shape.expert_bias:
@@ -107,7 +107,7 @@ def test_expert_layouts_plan_onto_tensor_parallel_engines(family):
     config = config_of(family)
     actor = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
     sources = megatron_layout(config, actor, torch.bfloat16)
-    model = pretrained(config)
+    model = describe_model(config)
     for tensor, whole_experts in ((2, False), (4, False), (2, True)):
         plan = build_plan(sources, engine_layout(model, range(8), tensor, torch.bfloat16, whole_experts))
         assert sum(plan.received.values()) == sum(plan.sent.values()) > 0
@@ -155,7 +155,7 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
     assert schedule_phases(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
 
-    shape = pretrained(config).shape
+    shape = describe_model(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
     shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
     order = best_rank_order(shared, actor.ranks, 8)

@@ -221,9 +221,9 @@ def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
         saved = plan_tensor_write(
             tmp_path / "saved", critic.model, critic.optimizer, ANY, copy_host_tensors=False
         )
-        saved.run()
+        saved.write_shards()
         with device.megatron_mode():
-            saved.finish()
+            saved.write_tensor_index()
     _, again = adapted_roles(tmp_path, False)
     with again.resident(), critic.resident():
         load_tensors(tmp_path / "saved", again.model, again.optimizer)

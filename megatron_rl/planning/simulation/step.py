@@ -26,7 +26,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, groups_of_this_rank
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
@@ -140,7 +140,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
-        adapters = Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets)
+        adapters = Lora.of(describe_model(hf_config).shape, lora.rank, lora.targets)
 
     plan = plan_offline(
         hf_config,
