@@ -63,7 +63,8 @@ class TensorWrite:
 
     The constructor copies this rank's shards from the accelerator into pinned host memory and, on the first
     rank, writes the common values. Then `write_shards` writes the shards, on any thread, and
-    `write_tensor_index` writes the index of all tensors. Call the constructor inside `megatron_scope`. Collective over the world.
+    `write_tensor_index` writes the index of all tensors. Call the constructor inside `megatron_scope`.
+    Collective over the world.
 
     Arguments:
         folder: an empty folder on a file system that all ranks share.

@@ -109,7 +109,7 @@ class ModelSpec:
 
     @property
     def shares_heads(self) -> bool:
-        """Return whether tensor-parallel ranks share key-value heads, since there are fewer heads than ranks."""
+        """Return whether tensor-parallel ranks share key-value heads: there are fewer heads than ranks."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
