@@ -220,12 +220,12 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
 
 @torch.no_grad()
-def _read_states(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> None:
+def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping[Any, Any]) -> None:
     """Read this rank's data-parallel shards of all optimizer states from the checkpoint's buffers.
 
-    ``sharded`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
+    ``sharded_parameters`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
     """
-    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded.items()}
+    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded_parameters.items()}
     tensor_names: set[str] = set()
     for boxes in boxes_by_parameter.values():
         tensor_names.update(box.key for box in boxes)
@@ -238,7 +238,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any])
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
             # Only the rows with which this layout pads the vocabulary may be absent from the checkpoint.
-            may_be_absent = getattr(sharded[parameter], "allow_shape_mismatch", False)
+            may_be_absent = getattr(sharded_parameters[parameter], "allow_shape_mismatch", False)
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
 

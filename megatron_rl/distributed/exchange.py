@@ -263,6 +263,7 @@ def host_metrics(metrics: Metrics) -> Metrics:
         if isinstance(scalar, Tensor):
             scalars[index] = next(values)
 
+    # The scalars are in the order of the metrics: two for each sum, then one for each maximum.
     floats = iter(scalars)
     return Metrics(
         {name: (next(floats), next(floats)) for name in metrics.sums},

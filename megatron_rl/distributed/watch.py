@@ -126,6 +126,7 @@ class HangDetector:
             state = "is"
             if rank in silent:
                 state = "stopped reporting, last seen"
+            # A report's text begins with "rank N in phase": insert the state of the rank.
             text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
             lines.append(f"  {text}")
         if len(stragglers) > _MAX_RANKS_LISTED:

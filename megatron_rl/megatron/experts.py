@@ -255,7 +255,8 @@ class Routing:
         self._token_groups = token_groups
         self._routers: list[_RouterReplay] = []
 
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+        routers = [module for module in modules if isinstance(module, TopKRouter)]
         for router in routers:
             assert router.layer_number is not None
             if router.config.moe_router_fusion:

@@ -182,6 +182,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # The first arguments of `_compute_gradients`, in order; then the gradients of its first two outputs.
         tensors: Any = (*ctx.saved_tensors, *gradients[:2])
         buckets = None
         if ctx.bucket_ids is not None:

@@ -206,13 +206,16 @@ def build_row_rules(
     if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
 
+    # Index of each row's first selected token, and of the first one after the row.
     ends = lengths.cumsum(0)
-    bounds = torch.searchsorted(selected, torch.stack((ends - lengths, ends)))
+    starts = ends - lengths
+    first_selected, end_selected = torch.searchsorted(selected, torch.stack((starts, ends)))
+
     tensors_by_sampling: dict[SamplingParameters, tuple[Tensor, Tensor, Tensor]] = {}
     row_rules = []
     for row, rule in enumerate(rules):
-        first = int(bounds[0, row])
-        count = int(bounds[1, row]) - first
+        first = int(first_selected[row])
+        count = int(end_selected[row]) - first
         if rule is None or not rule.sampling.has_rules or not count:
             continue
 
@@ -222,8 +225,8 @@ def build_row_rules(
             tensors_by_sampling[sampling] = _rule_tensors(sampling)
 
         # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
+        begin = int(starts[row])
         end = int(ends[row])
-        begin = end - int(lengths[row])
         positions_in_row = selected[first : first + count] - begin
         no_stop = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
         penalties = None
@@ -304,6 +307,7 @@ def apply_rules(
     derivative of the changed logits with respect to the original ones.
     """
     for row in rules:
+        # The row's selected tokens have the logits from ``first`` to ``last``.
         first = max(row.first - first_index, 0)
         last = min(row.first + row.count - first_index, len(logits))
         if first >= last:

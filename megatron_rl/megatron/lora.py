@@ -532,11 +532,11 @@ def _adapted_weight_name(adapter_name: str) -> str:
 
 def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
-    return {
-        f"{name}.{factor}": parameter.data
-        for name, adapter in _adapters(model)
-        for factor, parameter in adapter.named_parameters()
-    }
+    parameters: dict[str, Tensor] = {}
+    for name, adapter in _adapters(model):
+        for factor, parameter in adapter.named_parameters():
+            parameters[f"{name}.{factor}"] = parameter.data
+    return parameters
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
@@ -621,8 +621,11 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
     The layers keep their forward hooks, which have no effect without an adapter.
     """
-    modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
-    pairs: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
+    pairs: list[tuple[Any, Any]] = []
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if hasattr(module, ADAPTER):
+                pairs.append((module, module.adapter))
     for linear, _ in pairs:
         del linear.adapter
     model.adapters = None

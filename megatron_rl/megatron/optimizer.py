@@ -102,14 +102,14 @@ class Optimizer:
         self.config = config
 
         # A constant schedule ends at the learning rate, not at Megatron's default of 0.
-        floor = config.minimum_learning_rate or 0.0
+        minimum_rate = config.minimum_learning_rate or 0.0
         if config.minimum_learning_rate is None and config.decay == "constant":
-            floor = config.learning_rate
+            minimum_rate = config.learning_rate
 
         spec = model.spec.transformer_config
         settings = MegatronOptimizerConfig(
             lr=config.learning_rate,
-            min_lr=floor,
+            min_lr=minimum_rate,
             weight_decay=config.weight_decay,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,
@@ -144,7 +144,7 @@ class Optimizer:
             self.megatron,
             init_lr=0.0,
             max_lr=config.learning_rate,
-            min_lr=floor,
+            min_lr=minimum_rate,
             lr_warmup_steps=config.warmup_steps,
             # Megatron requires more steps in total than in the warmup.
             lr_decay_steps=max(steps, config.warmup_steps + 1),

@@ -237,7 +237,9 @@ def import_parameters(
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
-    outer_table = [weight for first in (True, False) for weight in outer_weights(shape, first, True)]
+    outer_table: list[Weight] = []
+    for is_first_stage in (True, False):
+        outer_table += outer_weights(shape, is_first_stage, True)
     outer_weights_by_name = weights_by_name(outer_table)
     layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
@@ -352,7 +354,9 @@ class _MetaTensors(Mapping[str, Tensor]):
 
 def vocabulary_names(shape: ModelShape) -> set[str]:
     """Return Megatron's names of the parameters with a row per token of the vocabulary, on any stage."""
-    weights = (weight for first in (True, False) for weight in outer_weights(shape, first, True))
+    weights: list[Weight] = []
+    for is_first_stage in (True, False):
+        weights += outer_weights(shape, is_first_stage, True)
     return {weight.name for weight in weights if weight.cut == "vocabulary"}
 
 

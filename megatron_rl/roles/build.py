@@ -289,6 +289,9 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
             continue
 
         if spec.need is None or spec.needed(algorithm):
+            top_tokens = 0
+            if spec.top_outputs:
+                top_tokens = algorithm.distillation.top_tokens
             for path in spec.sections(config):
                 scorers[role_of(path)] = build_model_role(
                     config,
@@ -296,7 +299,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
                     path,
                     updates=_update_count(config),
                     actor=actor,
-                    top_tokens=algorithm.distillation.top_tokens if spec.top_outputs else 0,
+                    top_tokens=top_tokens,
                 )
     return scorers
 

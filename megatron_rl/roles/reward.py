@@ -281,15 +281,15 @@ class RewardRole:
             answers |= by_row
 
         # A row on which a filter raised is reported as failed, not as removed by that filter.
-        names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
+        filter_names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
 
         # Every rank has the answers of all ranks, so these are counts over the whole batch.
-        counts = Counter(names.values())
+        counts = Counter(filter_names.values())
         metrics = Metrics()
         for name in filters.config.names:
             metrics += Metrics.mean(f"filtered/{name}", float(counts[name]), float(len(rollouts)))
-        return FilteredRows(names, failures, filters.config.reward, metrics)
+        return FilteredRows(filter_names, failures, filters.config.reward, metrics)
 
     def infer(
         self,
@@ -338,8 +338,8 @@ class RewardRole:
                 skipped,
                 members,
             )
-            saved = (skipped - failed) | filtered.names.keys()
-            results.append(self._add_saved_calls(result, rows, saved))
+            saved_rows = (skipped - failed) | filtered.names.keys()
+            results.append(self._add_saved_calls(result, rows, saved_rows))
             skipped = skipped | set(result.reasons)
 
             # The environment's reward has been used as the first scorer's: the other scorers add 0.

@@ -91,32 +91,32 @@ class ServedTeacher:
 
     def _request_all(self, rollouts: Rollouts) -> TeacherResults:
         """Request the log-probs of all rows from the server, and return them; this runs in the thread."""
-        rows = [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)]
+        tokens_by_row = [tokens.tolist() for tokens in split_rows(rollouts.tokens, rollouts.lengths)]
         masks = split_rows(rollouts.response_mask, rollouts.lengths)
         failures: list[Failure] = []
 
-        def read_row(number: int, reply: Reply) -> _RowColumns:
-            tokens = rows[number]
+        def read_row(row: int, reply: Reply) -> _RowColumns:
+            tokens = tokens_by_row[row]
             row_columns = _RowColumns(len(tokens), self.top_tokens)
             reason = reply.reason
             message = reply.message
             if reason is None:
-                problem = row_columns.read_reply(reply, tokens, masks[number])
+                problem = row_columns.read_reply(reply, tokens, masks[row])
                 if problem is not None:
                     reason = NONSENSE
                     message = problem
             if reason is not None:
                 row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)
-                failures.append(Failure(number, reason, f"{self.config.url}: {message}"))
+                failures.append(Failure(row, reason, f"{self.config.url}: {message}"))
             return row_columns
 
-        columns = self._server.post([self._request_body(row) for row in rows], read_row)
+        columns = self._server.post([self._request_body(tokens) for tokens in tokens_by_row], read_row)
         # Replies arrive in any order.
         failures.sort(key=lambda failure: failure.row)
 
-        metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(rows))
+        metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(tokens_by_row))
         for name in (REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN):
-            metrics += Metrics.mean(f"teacher/{name}", float(self._server.counts[name]), len(rows))
+            metrics += Metrics.mean(f"teacher/{name}", float(self._server.counts[name]), len(tokens_by_row))
         return TeacherResults(self._make_shard(rollouts.lengths, columns), tuple(failures), metrics)
 
     def _request_body(self, tokens: list[int]) -> dict[str, Any]:
@@ -193,13 +193,13 @@ class _RowColumns:
         count, vocabulary = self._top_tokens
         if len(log_probs) < min(count, vocabulary):
             raise ValueError(f"{len(log_probs)} tokens, expected {count}")
-        likely = sorted(log_probs, key=lambda number: -log_probs[number])[:count]
-        likely = [number for number in likely if number < vocabulary]
-        values = [log_probs[number] for number in likely]
-        other_probability = 1.0 - math.fsum(map(math.exp, values))
-        absent = count - len(likely)
-        ids = torch.tensor(likely + [-1] * absent, dtype=torch.int32)
+        top_tokens = sorted(log_probs, key=lambda token_id: -log_probs[token_id])[:count]
+        top_tokens = [token_id for token_id in top_tokens if token_id < vocabulary]
+        top_log_probs = [log_probs[token_id] for token_id in top_tokens]
+        other_probability = 1.0 - math.fsum(map(math.exp, top_log_probs))
+        absent_count = count - len(top_tokens)
+        ids = torch.tensor(top_tokens + [-1] * absent_count, dtype=torch.int32)
         self.tensors["teacher_top_ids"][position] = ids
         self.tensors["teacher_top_log_probs"][position] = torch.tensor(
-            [*values, *[BANNED] * absent, math.log(max(other_probability, LEAST_REST))]
+            [*top_log_probs, *[BANNED] * absent_count, math.log(max(other_probability, LEAST_REST))]
         )

@@ -33,10 +33,13 @@ def prepare_blocks(shape: ModelShape, layout: ParallelLayout) -> None:
         _find_builder(kind).prepare(shape, layout)
 
 
-def place_blocks(layers: list[Any], shape: ModelShape, first: int, options: LayerOptions) -> None:
-    """Replace the specs of consecutive layers, after the model's ``first`` ones, by those of their blocks."""
+def place_blocks(layers: list[Any], shape: ModelShape, first_layer: int, options: LayerOptions) -> None:
+    """Replace the specs of consecutive ``layers`` by those of their blocks, in place.
+
+    ``first_layer`` is the index of the first of them in the whole model.
+    """
     for index, layer in enumerate(layers):
-        for kind in shape.block(first + index):
+        for kind in shape.block(first_layer + index):
             layer = _find_builder(kind).layer_spec(layer, kind, options)
         layers[index] = layer
 
