@@ -64,13 +64,13 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
 
     # One file at a time: the index must be harmless before it is unpickled to find the other files.
     for path, names in _pickled_names(folder):
-        dangerous = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
-        if dangerous:
+        dangerous_names = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
+        if dangerous_names:
             raise UserError(
                 "the checkpoint could run code when it is loaded",
                 where=str(path),
                 expected="names of data types and containers, as Megatron's distributed format writes them",
-                got=f"it names {', '.join(dangerous[:_LISTED])}",
+                got=f"it names {', '.join(dangerous_names[:_LISTED])}",
                 fix="copy it again from its origin; if you trust that, set checkpoint.trust=true (--trust)",
             )
 

@@ -124,14 +124,14 @@ class ReplicaGroup:
         """
         start = time.perf_counter()
         counts_by_rank = self._gather_counts(shard)
-        received = []
+        received_shards = []
         for rank, counts in zip(self.ranks, counts_by_rank, strict=True):
             if counts[_NUM_ROWS]:
-                received.append(self._broadcast_shard(shard, rank, counts))
+                received_shards.append(self._broadcast_shard(shard, rank, counts))
 
         gathered = shard
-        if received:
-            gathered = _merge_in_row_order(received)
+        if received_shards:
+            gathered = _merge_in_row_order(received_shards)
         self._gather_stats.seconds += time.perf_counter() - start
         return gathered
 

@@ -117,14 +117,14 @@ class HangDetector:
 
         # The stragglers block the other ranks: silent ranks, else ranks outside a collective, else all ranks.
         ranks = range(len(self._last_report))
-        silent = [rank for rank in ranks if self.is_silent(now, rank)]
-        busy = [rank for rank in ranks if rank not in silent and not self._is_waiting(rank)]
-        stragglers = silent or busy or list(ranks)
+        silent_ranks = [rank for rank in ranks if self.is_silent(now, rank)]
+        busy_ranks = [rank for rank in ranks if rank not in silent_ranks and not self._is_waiting(rank)]
+        stragglers = silent_ranks or busy_ranks or list(ranks)
 
         lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
         for rank in stragglers[:_MAX_RANKS_LISTED]:
             state = "is"
-            if rank in silent:
+            if rank in silent_ranks:
                 state = "stopped reporting, last seen"
             # A report's text begins with "rank N in phase": insert the state of the rank.
             text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
@@ -133,11 +133,11 @@ class HangDetector:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
 
         # Describe one of the waiting ranks, with its collective.
-        waiting = [rank for rank in ranks if rank not in stragglers]
-        if waiting:
-            line = f"  waiting for them: {self._describe(waiting[0])}"
-            if len(waiting) > 1:
-                line += f" and {len(waiting) - 1} more"
+        waiting_ranks = [rank for rank in ranks if rank not in stragglers]
+        if waiting_ranks:
+            line = f"  waiting for them: {self._describe(waiting_ranks[0])}"
+            if len(waiting_ranks) > 1:
+                line += f" and {len(waiting_ranks) - 1} more"
             lines.append(line)
         return "\n".join(lines)
 
@@ -232,8 +232,8 @@ class Watch:
         self._read_reports(detector, now, range(first_unread, self._world_size))
 
         # The lowest rank that still reports decides.
-        reporting = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
-        if not reporting or reporting[0] != self._rank:
+        reporting_ranks = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
+        if not reporting_ranks or reporting_ranks[0] != self._rank:
             return
 
         message = detector.abort_message(now)

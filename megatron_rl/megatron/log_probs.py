@@ -787,9 +787,9 @@ def _compute_bucket_outputs(
     ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
     ``bucket_ids`` [n, k]; the last bucket is that of all other tokens.
     """
-    merged = _merge_statistics(stats)
-    other_stats = merged[:4]
-    bucket_logits = merged[4:].t()
+    merged_stats = _merge_statistics(stats)
+    other_stats = merged_stats[:4]
+    bucket_logits = merged_stats[4:].t()
 
     # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
     is_target = bucket_ids == targets[:, None]

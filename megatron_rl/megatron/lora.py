@@ -390,9 +390,9 @@ def initialise_adapters(
             view.zero_()
         else:
             # Every rank draws the complete tensor and takes its slice, so values do not depend on the layout.
-            complete = _draw_initial_values(box.name, shapes[box.name], seed)
+            complete_tensor = _draw_initial_values(box.name, shapes[box.name], seed)
             ranges = zip(box.start, box.size, strict=True)
-            view.copy_(complete[tuple(slice(start, start + size) for start, size in ranges)])
+            view.copy_(complete_tensor[tuple(slice(start, start + size) for start, size in ranges)])
 
     for _, adapter in _adapters(model):
         adapter.initial_A = None

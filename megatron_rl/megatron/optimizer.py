@@ -321,17 +321,17 @@ def set_states(
 
     ``sub_optimizer`` is one of Megatron's distributed optimizers.
     """
-    current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+    current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):
         # Copy the values: Megatron would store the tensors themselves, which may be slices of larger tensors.
         for name, value in states.items():
-            current[name].copy_(value)
+            current_states[name].copy_(value)
         return
 
     # Call the class's method, because a restore replaces the instance's.
-    device_states = {name: value.to(current[name].device) for name, value in states.items()}
+    device_states = {name: value.to(current_states[name].device) for name, value in states.items()}
     type(sub_optimizer)._set_main_param_and_optimizer_states(
-        sub_optimizer, parameter, {**current, **device_states}
+        sub_optimizer, parameter, {**current_states, **device_states}
     )
 
 

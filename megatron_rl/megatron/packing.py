@@ -128,15 +128,15 @@ def _fit_into_bins(
     Returns None if neither fits. A row over the budget fits if it is alone in its bin.
     """
     # Prefer balanced bins: with micro-batches of equal size no pipeline stage waits for another.
-    balanced = balance_work([float(length) for length in lengths], count)
-    if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
-        return balanced
+    balanced_bins = balance_work([float(length) for length in lengths], count)
+    if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced_bins):
+        return balanced_bins
 
     bins = pack_into_bins(lengths, budget)
     if len(bins) > count:
         return None
-    empty: list[list[int]] = [[] for _ in range(count - len(bins))]
-    return bins + empty
+    empty_bins: list[list[int]] = [[] for _ in range(count - len(bins))]
+    return bins + empty_bins
 
 
 def pack_into_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -95,7 +95,7 @@ class Residency:
         if not self.offload:
             return
 
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         bytes_before = self._bytes
         use = max(self._uses, default=0)
         required = [storages for level, storages in self._levels.items() if level <= use]
@@ -119,7 +119,7 @@ class Residency:
         self._bytes += sum(storages.load_to_device() for storages in required)
         if self._bytes > bytes_before:
             device.synchronize()
-        self._seconds += time.perf_counter() - started
+        self._seconds += time.perf_counter() - start_time
 
     def _weight_storages(self) -> dict[int, Any]:
         """Return the storages of the weights that are not shared with the base."""

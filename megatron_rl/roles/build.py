@@ -566,8 +566,8 @@ def _load_model_provider(config: RunConfig, path: str) -> Provider | None:
     shapes = []
     for folder in (config.model.path, path):
         shapes.append(read_pretrained(Path(folder) / "config.json").shape)
-    comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
-    if len(comparable) > 1:
+    comparable_shapes = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
+    if len(comparable_shapes) > 1:
         return None
 
     arguments, _ = checkpoint_arguments(config.model.path)

@@ -211,8 +211,8 @@ class RewardRole:
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
         answers = environment_answers(rollouts)
-        failed = _failed_rows(rollouts)
-        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed]
+        failed_rows = _failed_rows(rollouts)
+        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed_rows]
         if not rows:
             return
 
@@ -256,27 +256,27 @@ class RewardRole:
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
-        early: EarlyRewards | None = None,
+        early_rewards: EarlyRewards | None = None,
     ) -> FilteredRows:
         """Run the configured filters; return the rows that they remove, the same value on every rank.
 
-        ``prompts`` has one entry per row. ``early`` has the filters' answers for rows that were filtered
-        while others were still sampled. Rows on which the engine or the environment failed are not passed to
-        the filters. Collective over the replica group.
+        ``prompts`` has one entry per row. ``early_rewards`` has the filters' answers for rows that were
+        filtered while others were still sampled. Rows on which the engine or the environment failed are not
+        passed to the filters. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
             return NOTHING_FILTERED
 
         # Rows are divided among the ranks.
-        available = (early or {}).get(FILTERS, {})
-        failed = _failed_rows(rollouts)
+        available_answers = (early_rewards or {}).get(FILTERS, {})
+        failed_rows = _failed_rows(rollouts)
         rank_rows = _rows_of_rank(rollouts, members, filters)
-        rows = [row for row in rank_rows if row not in available and row not in failed]
+        rows = [row for row in rank_rows if row not in available_answers and row not in failed_rows]
         samples = self._make_samples(prompts, rollouts, rows, filters.takes)
         verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
 
-        answers = dict(available)
+        answers = dict(available_answers)
         for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
             answers |= by_row
 
@@ -296,7 +296,7 @@ class RewardRole:
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
-        early: EarlyRewards | None = None,
+        early_rewards: EarlyRewards | None = None,
         filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
         """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
@@ -305,42 +305,44 @@ class RewardRole:
         - an environment rewarded it, or a filter removed it with a reward: this reward becomes the first
           scorer's, and the other scorers' rewards are 0;
         - a filter dropped it, the engine or the environment failed on it, or an earlier scorer failed on it;
-        - ``early`` has the scorer's reward of the row, which is returned.
+        - ``early_rewards`` has the scorer's reward of the row, which is returned.
 
         Arguments:
             prompts: one entry per row.
             rollouts: rows of the whole batch.
             members: ranks that have the batch.
-            early: rewards from `gather_early_rewards`, or None.
+            early_rewards: rewards from `gather_early_rewards`, or None.
             filtered: rows that filters removed, from `run_filters`.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
             answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
         answers |= filtered.answers
-        failed = _failed_rows(rollouts)
-        skipped = failed | filtered.dropped
+        failed_rows = _failed_rows(rollouts)
+        skipped_rows = failed_rows | filtered.dropped
 
         # In the same order on every rank: `_run_scorer` is collective.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
-            available = {**(early or {}).get(name, {}), **answers}
-            available = {row: answer for row, answer in available.items() if row not in skipped}
-            make_samples = partial(self._make_samples, prompts, rollouts, takes=scorer.takes)
+            all_answers = {**(early_rewards or {}).get(name, {}), **answers}
+            available_answers = {
+                row: answer for row, answer in all_answers.items() if row not in skipped_rows
+            }
+            make_samples = partial(self._make_samples, prompts, rollouts, optional_fields=scorer.takes)
             result = _run_scorer(
                 name,
                 weight,
                 scorer,
                 make_samples,
                 rows,
-                available,
-                skipped,
+                available_answers,
+                skipped_rows,
                 members,
             )
-            saved_rows = (skipped - failed) | filtered.names.keys()
+            saved_rows = (skipped_rows - failed_rows) | filtered.names.keys()
             results.append(self._add_saved_calls(result, rows, saved_rows))
-            skipped = skipped | set(result.reasons)
+            skipped_rows = skipped_rows | set(result.reasons)
 
             # The environment's reward has been used as the first scorer's: the other scorers add 0.
             for row, answer in answers.items():
@@ -367,9 +369,9 @@ class RewardRole:
         prompts: PromptBatch,
         rollouts: Rollouts,
         rows: list[int],
-        takes: frozenset[str],
+        optional_fields: frozenset[str],
     ) -> list[Sample]:
-        """Return one sample per row for a scorer that reads the optional fields ``takes``."""
+        """Return one sample per row, with those ``optional_fields`` of `Sample` that a scorer reads."""
         # Every scorer gets these fields. Turns and tokens are slow to build, so only for scorers that read
         # them.
         selected = rollouts.rows(rows)
@@ -381,11 +383,11 @@ class RewardRole:
         }
 
         # Without the first turn: the prompt is a separate field.
-        if TURNS in takes:
+        if TURNS in optional_fields:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
-        if TOKENS in takes:
+        if TOKENS in optional_fields:
             fields[TOKENS] = collect_token_fields(selected)
-        if GROUP in takes:
+        if GROUP in optional_fields:
             fields[GROUP] = selected.group.tolist()
 
         # Transpose: from a list per field to a mapping per sample.
@@ -473,20 +475,20 @@ def _run_scorer(
     scorer: Scorer,
     make_samples: _MakeSamples,
     rows: list[int],
-    available: Mapping[int, Answer],
-    skipped: Set[int],
+    available_answers: Mapping[int, Answer],
+    skipped_rows: Set[int],
     members: ReplicaGroup,
 ) -> ScorerResult:
     """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
-    Rows with an ``available`` answer are not passed to the scorer: they have this answer in the result.
-    ``skipped`` rows are not passed to it either, and have the reward NaN.
+    Rows with an answer in ``available_answers`` are not passed to the scorer: they have this answer in the
+    result. ``skipped_rows`` are not passed to it either, and have the reward NaN.
     """
     # Compute the rewards without an available answer.
-    new_rows = [row for row in rows if row not in available and row not in skipped]
+    new_rows = [row for row in rows if row not in available_answers and row not in skipped_rows]
     new_result = scorer.score(make_samples(new_rows))
     answers = dict(zip(new_rows, new_result.answers, strict=True))
-    answers |= {row: available[row] for row in rows if row in available}
+    answers |= {row: available_answers[row] for row in rows if row in available_answers}
 
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)

@@ -188,7 +188,7 @@ class _WriteWithoutMemory:
     def __init__(self, allocator: str) -> None:
         self._allocator = allocator
 
-    def run(self) -> None:
+    def write_shards(self) -> None:
         if self._allocator == "torch":
             torch.empty(2**40, dtype=torch.uint8)
         else:
