@@ -95,9 +95,9 @@ def build_microbatches(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     has_loss: bool = False,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
@@ -105,11 +105,11 @@ def build_microbatches(
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
-    if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
-    tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from the
-    hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
-    ``unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch. With
-    ``has_loss`` the micro-batches of the last stage contain their rows of the batch, which the loss reads.
+    if sampling was truncated; ``experts`` if routers replay recorded choices. ``output_mask`` [N] bool marks
+    the tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from
+    the hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
+    ``rows_per_unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch.
+    With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for the loss.
     ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
     squared probabilities.
 
@@ -128,7 +128,7 @@ def build_microbatches(
     tokens_per_quadratic = 12.0 * model.transformer_config.hidden_size
 
     # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
-    unit_lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
+    unit_lengths = batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
     shares = partition_rows(
         unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
     )
@@ -136,10 +136,11 @@ def build_microbatches(
     for units in shares[data_rank]:
         rows: list[int] = []
         for number in units:
-            rows += range(number * unit, (number + 1) * unit)
+            first_row = number * rows_per_unit
+            rows += range(first_row, first_row + rows_per_unit)
         micros.append(
             _pack_microbatch(
-                model, batch, rows, select, from_previous_token, has_loss, top_tokens, squared_probs
+                model, batch, rows, output_mask, from_previous_token, has_loss, top_tokens, squared_probs
             )
         )
 
@@ -190,7 +191,7 @@ def _pack_microbatch(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
-    select: Tensor,
+    output_mask: Tensor,
     from_previous_token: bool,
     has_loss: bool,
     top_tokens: TopTokens | None = None,
@@ -208,11 +209,11 @@ def _pack_microbatch(
     lengths = batch.lengths[row_index]
     positions = token_index(batch.lengths, row_index)
     tokens = batch.tokens[positions]
-    mask = select[positions].clone()
+    selected_mask = output_mask[positions].clone()
     if from_previous_token:
         first_tokens = lengths.cumsum(0) - lengths
-        mask[first_tokens] = False  # no hidden state predicts a row's first token
-    selected = mask.nonzero()[:, 0]
+        selected_mask[first_tokens] = False  # no hidden state predicts a row's first token
+    selected = selected_mask.nonzero()[:, 0]
     rules = _select_rules(batch, rows)
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
     if rules is not None:
@@ -323,7 +324,7 @@ def forward_only(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     *,
     from_previous_token: bool = True,
     record_experts: bool = False,
@@ -349,7 +350,7 @@ def forward_only(
             model,
             batch,
             tokens,
-            select,
+            output_mask,
             from_previous_token,
             top_tokens=top_tokens,
             squared_probs=squared_probs,
@@ -373,13 +374,13 @@ def _run_guarded(
     compute: Callable[[int], Result],
     tokens_per_microbatch: int,
     batch: Any,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
     """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard."""
     if guard is None:
         return compute(tokens_per_microbatch)
-    unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
+    unit_tokens = max(batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist(), default=1)
     return guard.run_pass(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
@@ -419,11 +420,11 @@ def forward_backward(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     guard: PassGuard | None = None,
     clear: Callable[[], None] | None = None,
 ) -> tuple[list[TokenScores], Metrics]:
@@ -432,15 +433,15 @@ def forward_backward(
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights; for a batch with a teacher's most likely tokens it also gets ``bucket_log_probs``
     [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``from_previous_token`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of
-    memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these
-    weights, and this rank's metrics; stages before the last have only the padding metrics. Collective over
-    the model's ranks.
+    ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
+    runs out of memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return
+    with these weights, and this rank's metrics; stages before the last have only the padding metrics.
+    Collective over the model's ranks.
     """
 
     def compute(tokens: int) -> tuple[list[Any], Metrics]:
         micros, padding = build_microbatches(
-            model, batch, tokens, select, from_previous_token, unit, has_loss=True
+            model, batch, tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
         )
         for chunk in model.wrapped:
             chunk.train()
@@ -448,7 +449,7 @@ def forward_backward(
         results = _run_schedule(model, micros, loss_function, forward_only=False, guard=guard)
         return results, padding
 
-    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
+    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -460,11 +461,11 @@ def forward_loss(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     guard: PassGuard | None = None,
 ) -> Metrics:
     """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
@@ -477,9 +478,9 @@ def forward_loss(
             model,
             batch,
             tokens,
-            select,
+            output_mask,
             from_previous_token,
-            unit,
+            rows_per_unit,
             has_loss=True,
         )
         for chunk in model.wrapped:
@@ -488,7 +489,7 @@ def forward_loss(
             loss_function = _make_loss_function(objective)
             return _run_schedule(model, micros, loss_function, forward_only=True, guard=guard)
 
-    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
+    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit)
     return merge_metrics(metrics for _, metrics in results)
 
 

@@ -194,8 +194,8 @@ class ModelRole:
         ids_name, log_probs_name = self.top_outputs
         return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
 
-    def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
-        """Compute the model's outputs for the tokens where ``select`` is true, [N] bool, in this rank's rows.
+    def forward(self, batch: Any, output_mask: Tensor, **options: Any) -> list[TokenScores]:
+        """Compute the model's outputs for the tokens of this rank's rows that ``output_mask`` [N] bool marks.
 
         Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``:
         ``from_previous_token``, ``record_experts``, ``top_tokens`` and ``squared_probs`` of
@@ -215,7 +215,7 @@ class ModelRole:
                 self.model,
                 batch,
                 self.tokens_per_microbatch,
-                select,
+                output_mask,
                 guard=self.guard,
                 **options,
             )
@@ -228,8 +228,8 @@ class ModelRole:
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Run one optimizer step on a mini-batch, whose loss weights are normalized over all ranks.
 
-        ``options``: ``from_previous_token`` and ``unit`` of `megatron.schedule.forward_backward`. Returns the
-        metrics of the objective and the optimizer. Collective over the role's ranks.
+        ``options``: ``from_previous_token`` and ``rows_per_unit`` of `megatron.schedule.forward_backward`.
+        Returns the metrics of the objective and the optimizer. Collective over the role's ranks.
         """
         with self.resident():
             _, metrics = self.accumulate(minibatch, objective, **options)

@@ -664,9 +664,9 @@ class RewardModel:
         `ModelRole.infer` needs. Collective over the role's ranks.
         """
         # Use the output at the token itself, not at the previous token, which predicts it.
-        select = torch.zeros(len(batch.tokens), dtype=torch.bool)
-        select[last_token_indices(batch.lengths)] = True
-        micro_outputs = self.role.forward(batch, select, from_previous_token=False)
+        output_mask = torch.zeros(len(batch.tokens), dtype=torch.bool)
+        output_mask[last_token_indices(batch.lengths)] = True
+        micro_outputs = self.role.forward(batch, output_mask, from_previous_token=False)
 
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],

@@ -367,7 +367,7 @@ class Run:
         if isinstance(batch, Pairs):
             # The loss is a mean over pairs; the two rows of a pair must be in the same micro-batch.
             algorithm = replace(algorithm, aggregation=SeqMeanTokenSum())
-            options["unit"] = PAIR
+            options["rows_per_unit"] = PAIR
             batch = batch.rows
 
         with self._training.phases("learn"), role.resident():

@@ -195,7 +195,7 @@ def make_stage(
             role,
             data,
             partial(preference_objective, loss),
-            options={"unit": PAIR},
+            options={"rows_per_unit": PAIR},
             needs_reference=settings.loss != "simpo",
             at_end=at_end,
         )
@@ -203,7 +203,7 @@ def make_stage(
     # Use outputs at the token itself: a reward model's output there is the reward of the text up to the
     # token, not a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
-    options = {"unit": PAIR, "from_previous_token": False}
+    options = {"rows_per_unit": PAIR, "from_previous_token": False}
     return Stage(
         plan,
         title,
