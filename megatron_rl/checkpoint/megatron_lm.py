@@ -314,13 +314,13 @@ def _open_verified_buffers(
         if not differing_names:
             return master_weights
 
-    names = ", ".join(sorted(set(differing_names))[:_LISTED])
+    listed_names = ", ".join(sorted(set(differing_names))[:_LISTED])
     raise UserError(
         "the master weights in the Megatron checkpoint's optimizer differ from the weights of its model",
         where="model.resume_optimizer",
         expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
         "each from a multiple of 64 elements",
-        got=f"{checkpoint.path}: other values at the positions of {names}",
+        got=f"{checkpoint.path}: other values at the positions of {listed_names}",
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts from zero",
     )

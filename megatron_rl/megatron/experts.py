@@ -120,7 +120,7 @@ def convert_host_counts(
     as_numpy: bool = False,
     record_stream: bool = False,
 ) -> Any:
-    """Return a host tensor in the form that the token dispatcher expects: as NumPy array if ``as_numpy``.
+    """Return a host tensor in the form that the token dispatcher expects: a NumPy array if ``as_numpy``.
 
     It replaces Megatron's `maybe_move_tensor_to_cpu`, which converts device tensors only.
     """

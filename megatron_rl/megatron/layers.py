@@ -823,10 +823,9 @@ def cap_scores(chunk: Any, cap: float) -> None:
 def scale_queries(chunk: Any, beta: float, original_length: int) -> None:
     """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / original_length)).
 
-    ``original_length`` is the context length of pretraining, before it was extended: within it the factor is
-    1. The order of factor and rotary angles does not matter, since every element of a query has the same
-    factor.
-    Source: transformers, `get_llama_4_attn_scale` of ministral3.
+    ``original_length`` is the context length of pretraining, before it was extended: within it queries
+    stay unchanged. The order of factor and rotary angles does not matter, since every element of a query has
+    the same factor. Source: transformers, `get_llama_4_attn_scale` of ministral3.
     """
     for layer in chunk.decoder.layers:
         core: nn.Module = layer.self_attention.core_attention

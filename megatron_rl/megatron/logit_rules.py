@@ -306,25 +306,26 @@ def apply_rules(
     ``first_token_id`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the
     derivative of the changed logits with respect to the original ones.
     """
-    for row in rules:
-        # The row's selected tokens have the logits from ``first`` to ``last``.
-        first = max(row.first - first_index, 0)
-        last = min(row.first + row.count - first_index, len(logits))
-        if first >= last:
+    for row_rules in rules:
+        # The row's selected tokens have the logits from ``first`` up to ``end``.
+        first = max(row_rules.first - first_index, 0)
+        end = min(row_rules.first + row_rules.count - first_index, len(logits))
+        if first >= end:
             continue
-        _add_bias(logits[first:last], row.bias_ids - first_token_id, row.bias)
+        _add_bias(logits[first:end], row_rules.bias_ids - first_token_id, row_rules.bias)
 
-        last_no_stop = min(row.first + row.no_stop - first_index, last)
-        if last_no_stop > first:
-            banned = torch.full_like(row.stop_ids, BANNED, dtype=torch.float32)
-            _add_bias(logits[first:last_no_stop], row.stop_ids - first_token_id, banned)
+        no_stop_end = min(row_rules.first + row_rules.no_stop - first_index, end)
+        if no_stop_end > first:
+            banned = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
+            _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, banned)
 
-        selection = slice(first + first_index - row.first, last + first_index - row.first)
-        if row.ngrams is not None:
-            row.ngrams.ban_tokens(logits[first:last], selection, first_token_id)
-        if row.penalties is not None:
-            row_slope = None if slope is None else slope[first:last]
-            row.penalties.apply_penalties(logits[first:last], selection, first_token_id, row_slope)
+        # The same tokens, counted from the row's first selected one.
+        selection = slice(first + first_index - row_rules.first, end + first_index - row_rules.first)
+        if row_rules.ngrams is not None:
+            row_rules.ngrams.ban_tokens(logits[first:end], selection, first_token_id)
+        if row_rules.penalties is not None:
+            row_slope = None if slope is None else slope[first:end]
+            row_rules.penalties.apply_penalties(logits[first:end], selection, first_token_id, row_slope)
 
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:

@@ -159,6 +159,7 @@ class Provider:
         vp_stage = None
         if layout.virtual_pipeline > 1:
             vp_stage = stage
+        # In the order of `PROVIDER_ARGUMENTS`.
         values = (
             pre_process,
             post_process,

@@ -95,14 +95,14 @@ class SeparateSelfAttention(SelfAttention):
         return query, key, value
 
 
-def separate_attention_spec(layer: Any, kind: Attention) -> Any:
-    """Return a layer's spec with the head size and the key-value heads of its own attention."""
+def separate_attention_spec(layer: Any, block: Attention) -> Any:
+    """Return a layer's spec with the head size and the key-value heads of ``block``, its own attention."""
     attention = layer.submodules.self_attention
     sizes = {
-        "head_dim": kind.head_dim,
-        "kv_heads": kind.kv_heads,
-        "keys_are_values": kind.keys_are_values,
-        "value_norm": kind.value_norm,
+        "head_dim": block.head_dim,
+        "kv_heads": block.kv_heads,
+        "keys_are_values": block.keys_are_values,
+        "value_norm": block.value_norm,
     }
     attention = replace(attention, module=SeparateSelfAttention, params={**(attention.params or {}), **sizes})
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
