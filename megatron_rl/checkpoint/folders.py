@@ -116,8 +116,9 @@ def write_tensors(
 ) -> None:
     """Write Megatron's sharded ``state`` into an empty folder, and wait until it is written.
 
-    The arguments are those of `TensorWrite`. Call it inside `checkpoint.tensors.megatron_scope`. Collective
-    over the world.
+    ``model`` is None on ranks outside its layout. ``content`` is Megatron's metadata for readers of the
+    checkpoint, or None to write none. Call it inside `checkpoint.tensors.megatron_scope`. Collective over the
+    world.
     """
     tensor_write = TensorWrite(folder, model, state, content, copy_host_tensors=False)
     run_write_step(tensor_write.write_shards, "write a checkpoint", folder)

@@ -523,14 +523,14 @@ def _shard_over_heads(group: Any, heads: Tensor) -> Tensor:
 
     Collective over ``group``.
     """
-    ranks = group.size()
-    if ranks == 1:
+    rank_count = group.size()
+    if rank_count == 1:
         return heads
 
     # Rank r receives the r-th shard of the heads, of every rank's tokens.
     tokens, head_count, size = heads.shape
-    shards = heads.view(tokens, ranks, head_count // ranks, size).transpose(0, 1).contiguous()
-    return all_to_all(group, shards).view(ranks * tokens, head_count // ranks, size)
+    shards = heads.view(tokens, rank_count, head_count // rank_count, size).transpose(0, 1).contiguous()
+    return all_to_all(group, shards).view(rank_count * tokens, head_count // rank_count, size)
 
 
 def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
@@ -538,14 +538,14 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 
     Collective over ``group``.
     """
-    ranks = group.size()
-    if ranks == 1:
+    rank_count = group.size()
+    if rank_count == 1:
         return heads
 
     # Rank r receives the r-th shard of the tokens, of every rank's heads.
     tokens, local_head_count, size = heads.shape
-    shards = all_to_all(group, heads.view(ranks, tokens // ranks, local_head_count, size))
-    return shards.transpose(0, 1).reshape(tokens // ranks, ranks * local_head_count, size)
+    shards = all_to_all(group, heads.view(rank_count, tokens // rank_count, local_head_count, size))
+    return shards.transpose(0, 1).reshape(tokens // rank_count, rank_count * local_head_count, size)
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:

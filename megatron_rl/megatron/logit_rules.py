@@ -257,20 +257,20 @@ def token_temperatures(
     Where the temperature changes over the tokens of a turn, only values of sampled tokens have a meaning.
     """
     temperatures = temperature.clone()
-    for values, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
+    for row_temperatures, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
         if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
             continue
         # Index of each token in its turn, counted from the last start at or before the token.
         starts = torch.tensor(rule.turn_starts)
-        index = torch.arange(len(values))
+        index = torch.arange(len(row_temperatures))
         turn = torch.searchsorted(starts, index, right=True) - 1
-        position = index - starts[turn.clamp(min=0)]
+        position_in_turn = index - starts[turn.clamp(min=0)]
 
         # In float64, as engines compute it in Python.
         sampling = rule.sampling
-        fraction = (position.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
+        fraction = (position_in_turn.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
         change = sampling.last_temperature - sampling.temperature
-        values.copy_(sampling.temperature + change * fraction)
+        row_temperatures.copy_(sampling.temperature + change * fraction)
     return temperatures
 
 

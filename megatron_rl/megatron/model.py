@@ -251,21 +251,22 @@ class ParallelModel:
         size = count // shards
         return slice(size * shard, size * (shard + 1))
 
-    def pack(self, lengths: Sequence[int]) -> Any:
+    def pack_boundaries(self, lengths: Sequence[int]) -> Any:
         """Return the boundaries of consecutive packed rows in the form that this model's attention takes.
 
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
-        context = (self.groups.coordinates.context, self.groups.layout.context)
+        context_rank = self.groups.coordinates.context
+        context = self.groups.layout.context
         if self.gathers_rows:
             # Both forms: some mixers take rows gathered by length, attention may take boundaries.
-            rows = pack_rows(lengths, *context)
+            rows = pack_rows(lengths, context_rank, context)
             return replace(rows, boundaries=pack_for_transformer_engine(lengths))
         if self.takes_boundaries:
-            return pack_whole_rows(lengths, *context)
-        return pack_rows(lengths, *context)
+            return pack_whole_rows(lengths, context_rank, context)
+        return pack_rows(lengths, context_rank, context)
 
     def token_outputs(
         self,

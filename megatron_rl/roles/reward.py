@@ -202,10 +202,10 @@ class RewardRole:
             sources.append(self._filters)
         return tuple(dict.fromkeys(text for source in sources for text in source.missing))
 
-    def start_early_rewards(self, index: int, group: SequenceGroup) -> None:
+    def start_early_rewards(self, group_index: int, group: SequenceGroup) -> None:
         """Start computing a finished group's rewards in a thread, while other groups are still sampled.
 
-        `gather_early_rewards` returns them. ``index``: the group's index in its round.
+        `gather_early_rewards` returns them. ``group_index``: the group's index in its round.
         """
         # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
@@ -217,7 +217,7 @@ class RewardRole:
             return
 
         # All groups of a round have the same number of rows.
-        round_rows = [index * len(rollouts) + row for row in rows]
+        round_rows = [group_index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
             samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
@@ -229,8 +229,10 @@ class RewardRole:
         # them.
         for name, scorer in self._functions.items():
             samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
-            by_row = dict(zip(round_rows, samples, strict=True))
-            self._early_futures.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
+            samples_by_row = dict(zip(round_rows, samples, strict=True))
+            self._early_futures.append(
+                self._executor.submit(_score_rows, name, scorer, samples_by_row, verdicts)
+            )
 
     def gather_early_rewards(self, members: ReplicaGroup) -> EarlyRewards:
         """Return the rewards from all `start_early_rewards` calls on all ranks since the last gather.
