@@ -29,7 +29,7 @@ def saved_bytes(model: ParallelModel) -> int:
         return tensor
 
     tokens = torch.randint(0, 100, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    packing = model.pack_boundaries([TOKENS // 4] * 4)
+    packing = model.pack([TOKENS // 4] * 4)
 
     chunk: Any = model.chunks[0].train()
     with device.megatron_mode(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -251,8 +251,8 @@ class ParallelModel:
         size = count // shards
         return slice(size * shard, size * (shard + 1))
 
-    def pack_boundaries(self, lengths: Sequence[int]) -> Any:
-        """Return the boundaries of consecutive packed rows in the form that this model's attention takes.
+    def pack(self, lengths: Sequence[int]) -> Any:
+        """Return the boundaries of consecutive rows in the form that this model's attention takes.
 
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """

@@ -252,7 +252,7 @@ def _pack_microbatch(
     return MicroBatch(
         rows=tuple(rows),
         inputs=inputs[None],
-        packing=model.pack_boundaries(packed_lengths),
+        packing=model.pack(packed_lengths),
         index=selected - shift - begin,
         selected=selected,
         targets=tokens[selected],

@@ -212,7 +212,7 @@ def test_a_new_mixer_computes_what_its_reference_does(decay_shape: ModelShape, t
         with device.megatron_mode():
             (chunk,) = model.chunks
             tokens = torch.cat(rows, dim=1)
-            hidden = chunk(tokens, None, None, packed_seq_params=model.pack_boundaries(lengths))
+            hidden = chunk(tokens, None, None, packed_seq_params=model.pack(lengths))
             head: Any = chunk.output_layer
             logits = hidden.flatten(0, 1) @ head.weight.T
     assert expected.std() > 0.1

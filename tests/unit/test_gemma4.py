@@ -48,9 +48,7 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
     (chunk,) = model.chunks
     cap = reference.config.final_logit_softcapping
     with device.megatron_mode():
-        hidden = chunk(
-            torch.cat(rows, dim=1), None, None, packed_seq_params=model.pack_boundaries(list(LENGTHS))
-        )
+        hidden = chunk(torch.cat(rows, dim=1), None, None, packed_seq_params=model.pack(list(LENGTHS)))
         logits = hidden.flatten(0, 1) @ chunk.shared_embedding_or_output_weight().T
         found = cap * torch.tanh(logits / cap)[:, :131]
         (found * torch.cat(factors, dim=1)[0]).sum().backward()

@@ -57,9 +57,7 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
 
     (chunk,) = model.chunks
     with device.megatron_mode():
-        hidden = chunk(
-            torch.cat(rows, dim=1), None, None, packed_seq_params=model.pack_boundaries(list(LENGTHS))
-        )
+        hidden = chunk(torch.cat(rows, dim=1), None, None, packed_seq_params=model.pack(list(LENGTHS)))
         found = (hidden.flatten(0, 1) @ chunk.output_layer.weight.T)[:, :131]
         (found * torch.cat(factors, dim=1)[0]).sum().backward()
     expected = [reference(row).logits for row in rows]

@@ -26,7 +26,7 @@ def build(config, dtype=torch.float32):
 
 def logits(model, rows):
     """Return the logits [tokens, vocabulary] of rows of equal length."""
-    packing = model.pack_boundaries([rows.shape[1]] * rows.shape[0])
+    packing = model.pack([rows.shape[1]] * rows.shape[0])
     with device.megatron_mode(), torch.no_grad():
         (chunk,) = model.chunks
         hidden = chunk(rows.reshape(1, -1), None, None, packed_seq_params=packing)

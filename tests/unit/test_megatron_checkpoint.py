@@ -89,7 +89,7 @@ def test_log_probs_are_those_of_megatron_lm(checkpoint, tmp_path):
     config, errors = opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run")
     assert not errors and config.model.path == str(tmp_path / "run/megatron/actor")
     model, expected = model_at(config.model.path), load_file(FIXTURE / "logits.safetensors")
-    packing = model.pack_boundaries([expected["tokens"].shape[1]] * len(expected["tokens"]))
+    packing = model.pack([expected["tokens"].shape[1]] * len(expected["tokens"]))
     with device.megatron_mode(), torch.no_grad():
         (chunk,) = model.chunks
         hidden = chunk(expected["tokens"].reshape(1, -1), None, None, packed_seq_params=packing)

@@ -89,7 +89,7 @@ def with_attention_of_ones_own(model: Any) -> None:
 def hidden_states(model: Any, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     (chunk,) = model.chunks
     with device.megatron_mode():
-        return chunk(tokens[None], None, None, packed_seq_params=model.pack_boundaries(lengths))
+        return chunk(tokens[None], None, None, packed_seq_params=model.pack(lengths))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3"])
