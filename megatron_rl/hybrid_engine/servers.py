@@ -223,7 +223,7 @@ class ServedWeights:
                 self.rollout_policy.capture(self._served_version)
         available = [server for server in self._servers if server not in unavailable]
         if self._generator is not None:
-            self._generator.use(available, self._weights_name)
+            self._generator.use_servers(available, self._weights_name)
         yield metrics + Metrics.of({"rollout/servers": float(len(available))})
 
     def _report_changes(self, unavailable: dict[Server, str], foreign: list[Server]) -> None:

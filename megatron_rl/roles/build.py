@@ -649,7 +649,7 @@ def _build_rollout(
             dtype=config.model.dtype,
             seed=config.seed,
             max_model_len=longest_row(config),
-            records=routing,
+            routing_shape=routing,
             adapters=adapters,
         )
         # The roles on the same ranks are built next, in the device memory that the engine releases here.

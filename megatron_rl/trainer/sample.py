@@ -26,8 +26,8 @@ from megatron_rl.roles.reward import EarlyRewards
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.buffer import (
     RolloutBuffer,
-    add_early_rewards,
-    early_rewards,
+    merge_early_rewards,
+    restore_early_rewards,
 )
 from megatron_rl.rollout.collate import (
     NewTokens,
@@ -159,7 +159,7 @@ class RolloutSource:
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
         if generation_round.token_round is None:
-            add_early_rewards(
+            restore_early_rewards(
                 generation_round.groups,
                 self.roles.reward.gather_early(members),
             )
@@ -168,7 +168,7 @@ class RolloutSource:
         selected = self.buffer.select(generation_round.required, generation_round.batch_groups)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
-        early = early_rewards(selected)
+        early = merge_early_rewards(selected)
         metrics = conversation_metrics(rollouts)
         metrics += length_metrics(prompts, rollouts, self.config.rollout)
         if changes_temperature(self.config.rollout):
@@ -270,8 +270,10 @@ class RolloutSource:
         # Groups that would be too old if they finished in the next step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
-            required = self.buffer.required(
-                self.roles.hybrid_engine.version, ahead=self._steps_ahead, bound=self._max_staleness
+            required = self.buffer.flag_required(
+                self.roles.hybrid_engine.version,
+                updates_ahead=self._steps_ahead,
+                max_updates=self._max_staleness,
             )
         # The closed order has token rounds; the open order ends at a rendezvous of the ranks.
         if rollout.order == CLOSED:
@@ -323,7 +325,7 @@ class RolloutSource:
         same_samples = all(len(group.sequences) == samples for group in self.buffer.started)
         if self.config.rollout.partial and same_samples:
             max_updates = self._max_staleness - self._steps_ahead
-            self.buffer.restart_late(self.roles.hybrid_engine.version, max_updates)
+            self.buffer.restart_stale(self.roles.hybrid_engine.version, max_updates)
         else:
             self.buffer.restart_all()
 

@@ -24,7 +24,13 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
-from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters, vllm_stops
+from megatron_rl.rollout.sampling import (
+    continuation_seed,
+    vllm_filters,
+    vllm_finish_code,
+    vllm_parameters,
+    vllm_stops,
+)
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
@@ -141,7 +147,7 @@ class VllmServer:
         timeout: float,
     ) -> Completion:
         """See `Server.generate`."""
-        seed = part_seed(request.seed, request.done)
+        seed = continuation_seed(request.seed, request.done)
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
@@ -403,7 +409,7 @@ def _completion(number: int, reply: Any, weights_name: str) -> Completion:
         # A server that is being stopped ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
 
-    finish_reason = vllm_finish(tokens, log_probs, reason)
+    finish_reason = vllm_finish_code(tokens, log_probs, reason)
     if finish_reason == FINISH_FAILED:
         return failed_completion(number)
     return Completion(number, tokens, log_probs, finish_reason)
