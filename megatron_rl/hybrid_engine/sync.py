@@ -129,8 +129,8 @@ class WeightTransfer:
 
         # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
         create_communicator(self._group)
-        sources = gather_layout(source_boxes, _dtypes(source), self._group)
-        destinations = gather_layout(target_boxes, _dtypes(target), self._group)
+        sources = gather_layout(source_boxes, _storage_dtypes(source), self._group)
+        destinations = gather_layout(target_boxes, _storage_dtypes(target), self._group)
 
         # The plan prefers senders on the receiver's node; the ranks on one host form a node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
@@ -369,12 +369,12 @@ def _adapter_source(model: Any) -> WeightSource | None:
     return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
-def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
-    """Sum several counts by rank, and return the largest sum, which is that of the busiest rank."""
-    total = sum((Counter(count) for count in counts), Counter[int]())
+def _max_over_ranks(bytes_by_plan: Iterable[Mapping[int, int]]) -> float:
+    """Add up the bytes of several plans by rank; return the sum of the busiest rank."""
+    total = sum((Counter(rank_bytes) for rank_bytes in bytes_by_plan), Counter[int]())
     return float(max(total.values(), default=0))
 
 
-def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def _storage_dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Return the dtype of each storage by name."""
     return {name: tensor.dtype for name, tensor in storages.items()}
