@@ -88,11 +88,11 @@ def packages() -> list[Finding]:
         python_finding = Finding("error", "python", version, "install Python 3.11 or later")
 
     findings = [python_finding]
-    findings += [_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
-    return [*findings, *_conflicts(), *_shadowed_packages()]
+    findings += [_check_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
+    return [*findings, *_torch_conflicts(), *_shadowed_packages()]
 
 
-def _package(name: str, tested_version: str) -> Finding:
+def _check_package(name: str, tested_version: str) -> Finding:
     """Check that a package of `TESTED_VERSIONS` is installed in the tested version; return the finding."""
     version = installed(name)
     label = name
@@ -150,7 +150,7 @@ def _shadowed_packages() -> list[Finding]:
     return findings
 
 
-def _conflicts() -> list[Finding]:
+def _torch_conflicts() -> list[Finding]:
     """Return a finding for each package that was built for a different torch than the installed one."""
     torch = installed("torch")
     if torch is None:

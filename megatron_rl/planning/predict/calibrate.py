@@ -87,7 +87,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
 
 
 def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Return the mean lengths of prompts and responses in a run, whose steps have equally many rows."""
+    """Return the mean lengths, in tokens, of prompts and responses in the ``steps`` of a run."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_of(name: str) -> float | None:

@@ -183,19 +183,19 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     return with_role_sections(replace(config, model=model), with_folder)
 
 
-def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
-    """Add a teacher's ``count`` most likely tokens per position to the rows, with placeholder values.
+def _with_teacher_columns(rows: TrainBatch, top_tokens: int) -> TrainBatch:
+    """Return rows with placeholders for a teacher's most likely tokens, ``top_tokens`` per position.
 
-    The simulation needs only their shapes. With a count of 0 the rows are returned unchanged.
+    The simulation needs only their shapes. With 0 tokens the rows are returned unchanged.
     """
-    if not count:
+    if not top_tokens:
         return rows
-    tokens = len(rows.tokens)
-    ids = torch.arange(count, dtype=torch.int32)
+    num_tokens = len(rows.tokens)
+    ids = torch.arange(top_tokens, dtype=torch.int32)
     return replace(
         rows,
-        teacher_top_ids=ids.expand(tokens, count),
-        teacher_top_log_probs=torch.ones(1, 1).expand(tokens, count + 1),
+        teacher_top_ids=ids.expand(num_tokens, top_tokens),
+        teacher_top_log_probs=torch.ones(1, 1).expand(num_tokens, top_tokens + 1),
     )
 
 
