@@ -130,7 +130,7 @@ def _with_efficiency(constants: Constants, **values: float) -> Constants:
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
 
-def _train_factor(
+def _fit_train_factor(
     predict: Callable[[Constants], RunStep],
     constants: Constants,
     predicted: RunStep,
@@ -242,7 +242,7 @@ def calibrate(
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
     efficiency: dict[str, float] = {}
     if "learn" in phases:
-        efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
+        efficiency["rl_train"] = _fit_train_factor(predict, constants, predicted, seconds["learn"])
     # Score and reward have a common efficiency, since both are forward passes.
     slowdown = _slowdown(phases, "score", "reward")
     if slowdown is not None:

@@ -610,7 +610,7 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     return seconds
 
 
-def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
     """Return the seconds of an average layer of a role's model for one micro-batch."""
     return layer_seconds(
         choice.model,
@@ -630,7 +630,7 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
     ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
     computation, not to the gradient exchange.
     """
-    layer = _average_layer(choice, machine, work)
+    layer = _average_layer_seconds(choice, machine, work)
     seconds_per_layer = layer.forward + layer.backward
     head = layer.head_forward + layer.head_backward
 
@@ -685,7 +685,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return the seconds of a role's forward pass over the rows of a step."""
     work = replica_work(choice, batch, batch.rows)
-    layer = _average_layer(choice, machine, work)
+    layer = _average_layer_seconds(choice, machine, work)
     seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
     share = machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants)
     return seconds / share

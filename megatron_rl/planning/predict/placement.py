@@ -830,12 +830,12 @@ def _does_not_fit_error(problem: Problem) -> UserError:
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",
         expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
-        got=_least_need(problem),
+        got=_memory_need_text(problem),
         fix=fix,
     )
 
 
-def _least_need(problem: Problem) -> str:
+def _memory_need_text(problem: Problem) -> str:
     """Format a lower bound of the memory that each GPU needs, for an error."""
     model = problem.models[_ACTOR]
     # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.

@@ -101,7 +101,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
         models = dict(report.models)
         jobs = []
         for config, estimate in plans:
-            job = pool.submit(_simulate, config, models, batch, estimate.rank, report.world_size)
+            job = pool.submit(_simulate_rank, config, models, batch, estimate.rank, report.world_size)
             jobs.append((job, estimate))
         return [Simulated(job.result(), estimate) for job, estimate in jobs]
 
@@ -119,7 +119,7 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
     return config, estimate
 
 
-def _simulate(*arguments: Any) -> SimulatedRank:
+def _simulate_rank(*arguments: Any) -> SimulatedRank:
     """Simulate one rank in this process, a child that does nothing else; see `simulation.step.simulate`."""
     # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
