@@ -158,7 +158,7 @@ class VllmServer:
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         reply = await self.request(session, "inference/v1/generate", body, timeout)
-        return _completion(request.number, reply, weights_name)
+        return _parse_completion(request.number, reply, weights_name)
 
     def reset_updates(self, timeout: float) -> None:
         """See `Server.reset_updates`."""
@@ -346,9 +346,9 @@ class ServerRequirements:
         }
 
 
-def _require_equal(compared: Mapping[str, tuple[str, str, bool]], path: str) -> None:
+def _require_equal(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
     """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare`."""
-    for name, (expected, actual, fits) in compared.items():
+    for name, (expected, actual, fits) in comparisons.items():
         if not fits:
             raise UserError(
                 f"a server has another `{name}` than the run needs",
@@ -383,7 +383,7 @@ def _require_model(
             )
 
 
-def _completion(number: int, reply: Any, weights_name: str) -> Completion:
+def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
     """Return the completion of request ``number`` from a server's reply.
 
     Raises ServerError if the reply is malformed, or sampled from weights of another name.
