@@ -10,7 +10,7 @@ from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
-from megatron_rl.trainer.logging import output_to
+from megatron_rl.trainer.logging import redirect_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
-    with output_to(log, main=False):
+    with redirect_output(log, main=False):
         from megatron_rl.trainer import run as trainer
 
     trainer.run(config, report.explicit_keys())

@@ -41,7 +41,7 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
-    evaluation_sets,
+    make_evaluation_sets,
     failure_lines,
 )
 from megatron_rl.trainer.job import describe_rank, report_failure
@@ -77,13 +77,13 @@ def evaluate_checkpoints(
                 )
                 for name, settings in config.evaluation.sets.items()
             }
-        _join(config, phases)
-        keys = {str(path): "--checkpoint" for path in hf_models}
-        require_intact_models(keys | from_first_rank(lambda: existing_models(config)))
+        _join_ranks(config, phases)
+        key_by_model = {str(path): "--checkpoint" for path in hf_models}
+        require_intact_models(key_by_model | from_first_rank(lambda: existing_models(config)))
 
         only_hf_models = len(hf_models) == len(paths)
         with phases("build"):
-            sets = evaluation_sets(config, sources, tokenizer)
+            sets = make_evaluation_sets(config, sources, tokenizer)
             roles = build_frozen_roles(
                 config,
                 tokenizer,
@@ -98,7 +98,7 @@ def evaluate_checkpoints(
             evaluation_set.close()
         roles.close()
         if device.rank() == 0:
-            print(table([str(path) for path in paths], metrics), flush=True)
+            print(format_metrics_table([str(path) for path in paths], metrics), flush=True)
         watch.leave()
         # Raise only after the table is printed, so that metrics are shown even if too many rewards failed.
         _require_rewards(config, paths, metrics)
@@ -168,10 +168,10 @@ def _require_rewards(
     max_fraction = config.reward.max_invalid_fraction
     for path, values in zip(paths, metrics, strict=True):
         for name in config.evaluation.sets:
-            invalid = values[f"eval/{name}/invalid"]
-            if invalid > max_fraction:
+            invalid_fraction = values[f"eval/{name}/invalid"]
+            if invalid_fraction > max_fraction:
                 raise UserError(
-                    f"rewards failed on {invalid:.0%} of the answers of {path}",
+                    f"rewards failed on {invalid_fraction:.0%} of the answers of {path}",
                     where=f"evaluation.sets.{name}",
                     expected=f"at most {max_fraction:.0%} (reward.max_invalid_fraction)",
                     got="the failures above; an answer whose reward failed counts as not correct",
@@ -179,39 +179,39 @@ def _require_rewards(
                 )
 
 
-def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
+def format_metrics_table(model_names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     """Format the metrics of models as text, with a line per metric and a column per model.
 
     An interval follows its value. Several models are numbered, and listed with their numbers above the table.
     """
     # The bounds of intervals are metrics, too, but are shown next to the metric to which they belong.
-    is_interval = tuple(f"_{end}" for end in INTERVALS)
+    interval_suffixes = tuple(f"_{end}" for end in INTERVALS)
     metric_names = list(dict.fromkeys(name for values in metrics for name in values))
-    metric_names = [name for name in metric_names if not name.endswith(is_interval)]
+    metric_names = [name for name in metric_names if not name.endswith(interval_suffixes)]
 
     lines: list[str] = []
-    rows: list[list[str]] = []
-    if len(names) > 1:
-        numbers = [f"[{number}]" for number in range(1, len(names) + 1)]
-        lines = [f"{number} {name}" for number, name in zip(numbers, names, strict=True)]
-        rows = [["", *numbers]]
+    cell_rows: list[list[str]] = []
+    if len(model_names) > 1:
+        numbers = [f"[{number}]" for number in range(1, len(model_names) + 1)]
+        lines = [f"{number} {name}" for number, name in zip(numbers, model_names, strict=True)]
+        cell_rows = [["", *numbers]]
     for name in metric_names:
-        rows.append([name, *(_with_interval(name, values) for values in metrics)])
+        cell_rows.append([name, *(_format_with_interval(name, values) for values in metrics)])
 
     # Pad each column to its longest cell.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    widths = [max(map(len, column)) for column in zip(*cell_rows, strict=True)]
+    for row in cell_rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _with_interval(name: str, values: Mapping[str, float]) -> str:
+def _format_with_interval(metric: str, values: Mapping[str, float]) -> str:
     """Format a metric's value, with its interval if it has one; "-" if the model lacks the metric."""
-    if name not in values:
+    if metric not in values:
         return "-"
-    low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
-    text = f"{values[name]:.4f}"
+    low, high = (values.get(f"{metric}_{end}") for end in INTERVALS)
+    text = f"{values[metric]:.4f}"
     return text if low is None else f"{text} ({low:.3f}-{high:.3f})"
 
 
@@ -257,7 +257,7 @@ def export_checkpoint(
         first_iteration = 0
         if form == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
-        _join(config, phases)
+        _join_ranks(config, phases)
         require_intact_models(from_first_rank(lambda: existing_models(config)))
 
         # Any layout can load a distributed checkpoint.
@@ -302,7 +302,7 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
     return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 
 
-def _join(config: RunConfig, phases: Phases) -> None:
+def _join_ranks(config: RunConfig, phases: Phases) -> None:
     """Start communication between the ranks and the hang detector. Collective over the world."""
     watch.join(
         config.rank_timeout,

@@ -12,8 +12,8 @@ from megatron_rl.config.checkpoint_meta import META, prune
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
 from megatron_rl.trainer import evaluation
-from megatron_rl.trainer.offline import table
-from megatron_rl.trainer.state import Best
+from megatron_rl.trainer.offline import format_metrics_table
+from megatron_rl.trainer.state import BestMeasurements
 
 RIGHT = numpy.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
 VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
@@ -53,8 +53,8 @@ def test_majority_at_k_is_near_the_mean_over_all_subsets(count: int) -> None:
 def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
     def width(count: int) -> float:
         values = {"even": numpy.arange(count) % 2, "same": numpy.ones(count)}
-        low, high = evaluation.intervals(values)["even"]
-        assert low < 0.5 < high and evaluation.intervals(values)["same"] == (1.0, 1.0)
+        low, high = evaluation.bootstrap_intervals(values)["even"]
+        assert low < 0.5 < high and evaluation.bootstrap_intervals(values)["same"] == (1.0, 1.0)
         return high - low
 
     assert width(400) == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.1)
@@ -63,7 +63,7 @@ def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
 
 def test_diversity_of_known_answers() -> None:
     def of(*texts: str, samples: int = 1) -> dict[str, float]:
-        return evaluation.diversity([numpy.frombuffer(text.encode(), numpy.uint8) for text in texts], samples)
+        return evaluation.diversity_statistics([numpy.frombuffer(text.encode(), numpy.uint8) for text in texts], samples)
 
     assert of("aaaa", "abcd", samples=2)["distinct_1"] == pytest.approx(4 / 8)
     assert of("aaaa", "abcd")["distinct_2"] == pytest.approx((1 / 3 + 1) / 2)
@@ -80,7 +80,7 @@ def test_the_numbers_of_samples() -> None:
 
 
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
-    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), Best()
+    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), BestMeasurements()
     measured = {1: 0.5, 2: 0.4, 3: 0.5, 4: 0.7, 5: 0.1}
     assert [best.record(step, value, config) for step, value in measured.items()] == [
         True,
@@ -90,10 +90,10 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
         False,
     ]
     assert best.kept == [(4, 0.7), (1, 0.5)] and best.waited == 1
-    lowest = Best()
+    lowest = BestMeasurements()
     for step, value in measured.items():
         lowest.record(step, value, CheckpointConfig(best="x", best_is="lowest"))
-    assert lowest == Best([(5, 0.1)], 0)
+    assert lowest == BestMeasurements([(5, 0.1)], 0)
 
     for step in measured:
         (tmp_path / f"step_{step}").mkdir()
@@ -104,8 +104,8 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
 
 def test_the_table_of_several_models() -> None:
     first = {"eval/a/accuracy": 0.5, "eval/a/accuracy_low": 0.4, "eval/a/accuracy_high": 0.61}
-    assert table(["x"], [first]) == "eval/a/accuracy  0.5000 (0.400-0.610)"
-    lines = table(["x", "y"], [first, {"eval/a/reward": 1.0}]).splitlines()
+    assert format_metrics_table(["x"], [first]) == "eval/a/accuracy  0.5000 (0.400-0.610)"
+    lines = format_metrics_table(["x", "y"], [first, {"eval/a/reward": 1.0}]).splitlines()
     assert lines[:2] == ["[1] x", "[2] y"] and lines[2].split() == ["[1]", "[2]"]
     assert lines[3].split() == ["eval/a/accuracy", "0.5000", "(0.400-0.610)", "-"]
     assert lines[4].split() == ["eval/a/reward", "-", "1.0000"]

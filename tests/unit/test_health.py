@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.health import RULE_OF, RULES, VALUE, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning
+from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning_text
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "quickstart_metrics.jsonl"
@@ -266,7 +266,7 @@ def tables() -> list[str]:
 
 def test_the_page_shows_a_warning_as_a_run_prints_it() -> None:
     measurements = [(1, 0.8), (2, 0.8), (3, 0.828), (4, 0.832), (5, 0.863)]
-    line = f"step 5: warning: {warning(RULE_OF['truncation'], measurements)}"
+    line = f"step 5: warning: {warning_text(RULE_OF['truncation'], measurements)}"
     assert line in " ".join((ROOT / "docs/health.md").read_text(encoding="utf-8").split())
 
 

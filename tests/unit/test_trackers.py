@@ -22,7 +22,7 @@ from megatron_rl.errors import first_line
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
-from megatron_rl.trainer.trackers import TensorBoard, Trackers, host
+from megatron_rl.trainer.trackers import TensorBoard, Trackers, describe_host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
@@ -41,7 +41,7 @@ def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settin
     about = {
         "configuration": {"seed": 7},
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": host(),
+        "hardware": describe_host(),
     }
     return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
 
