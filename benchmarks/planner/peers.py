@@ -28,7 +28,7 @@ from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.traffic import gathered_bytes, received_by_peers
+from megatron_rl.shapes.traffic import gathered_bytes, received_by_other_projects
 
 Method = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
 """Function that returns the seconds of one weight sync."""
@@ -69,7 +69,7 @@ def volume(
 
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
-        received = received_by_peers(total, layout, shard).get("HybridFlow", 0.0)
+        received = received_by_other_projects(total, layout, shard).get("HybridFlow", 0.0)
         return SyncVolume(received, total / shard, 0.0)
 
     if method == "planned_peer_to_peer":

@@ -28,7 +28,7 @@ from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.lora import format_adapters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -198,5 +198,5 @@ def _build_facts(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None
     if lora is None:
         facts["adapters"] = None
     elif lora.alpha is not None and lora.targets is not None:
-        facts["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
+        facts["adapters"] = format_adapters(lora.rank, lora.alpha, lora.targets)
     return facts

@@ -60,7 +60,7 @@ from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.optimizer import Optimizer
-from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.lora import format_adapters
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 _OPTIMIZER_BYTES = 12
@@ -428,7 +428,7 @@ def _adapters(model: ParallelModel) -> str | None:
     adapters = model.adapters
     if adapters is None:
         return None
-    return adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
+    return format_adapters(adapters.rank, adapters.alpha, adapters.targets)
 
 
 def _adapter_base(model: ParallelModel) -> str | None:

@@ -264,7 +264,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         models.pop(REWARD_MODELS.name, None)
     lora = None
     if args.lora_rank:
-        lora = Lora.of(actor, args.lora_rank)
+        lora = Lora.for_model(actor, args.lora_rank)
     return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 

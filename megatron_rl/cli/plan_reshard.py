@@ -28,7 +28,7 @@ from megatron_rl.planning.reshard import (
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.traffic import byte_text, received_by_peers
+from megatron_rl.shapes.traffic import byte_text, received_by_other_projects
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Dtypes of an engine's weights by the values of ``--dtype``."""
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Traffic of other systems is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
-    peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
+    peers = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
     seconds = time.perf_counter() - start
 
     if arguments.json:
@@ -152,7 +152,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
-    return Lora.of(model.shape, rank)
+    return Lora.for_model(model.shape, rank)
 
 
 def _engine_layout(text: str) -> tuple[int, bool]:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
-    with redirect_output(log, main=False):
+    with redirect_output(log, is_main=False):
         from megatron_rl.trainer import run as trainer
 
     trainer.run(config, report.explicit_keys())

@@ -10,7 +10,7 @@ from megatron_rl.config.roles import ADAPTED, INITIAL, role_sections, spec_at, w
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
-from megatron_rl.shapes.lora import AdaptedModel, adapted, default_targets
+from megatron_rl.shapes.lora import AdaptedModel, make_adapted_model, default_targets
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -83,7 +83,7 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
         return None
     # vLLM needs the names of the layers, which depend on the model's family.
     model = read_pretrained(Path(config.model.path) / "config.json")
-    return adapted(model, lora.rank, lora.alpha, lora.targets)
+    return make_adapted_model(model, lora.rank, lora.alpha, lora.targets)
 
 
 def is_initial_actor(config: RunConfig, path: str) -> bool:

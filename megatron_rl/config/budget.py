@@ -40,7 +40,7 @@ from megatron_rl.shapes.memory import (
     NETWORK_PEERS_BYTES,
     NVLINK_PEER_BYTES,
     RUNTIME_BYTES,
-    Layers,
+    LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
     rollout_parameters,
@@ -48,7 +48,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.traffic import peers_on_node
+from megatron_rl.shapes.traffic import max_peers_on_node
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
@@ -325,10 +325,10 @@ def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape
         return default_stage_layers(shape.layers, layout.pipeline)
 
 
-def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> LayerImplementation:
     """Return the properties of a model's layers on which its memory depends."""
     fused = config.model.attention == "transformer_engine" and not shape.plain_layers
-    return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
+    return LayerImplementation(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
@@ -526,7 +526,7 @@ def _trained_role_items(
 
 
 def _trained_weights(
-    config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
+    config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
     """Return the memory item for the weights of a trained role, which its forward passes need too."""
     phases = PHASES
@@ -549,7 +549,7 @@ def _adapter_counts(
     Returns the pair (trained parameters outside experts, adapter parameters of experts), and the number of
     base parameters of the adapted layers. The first includes a scalar head, which is trained in full.
     """
-    adapter = Lora.of(shape, lora.rank, lora.targets)
+    adapter = Lora.for_model(shape, lora.rank, lora.targets)
     dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
     # A scalar head is new and trained in full, in addition to the adapters.
     if shape.scalar_head and stage == len(stages) - 1:
@@ -638,7 +638,7 @@ def _sync_connections_item(
     """Return the memory item of NCCL's buffers for weight syncs, which remain once ranks have connected."""
     layout = layouts["rollout"]
     actor = layouts["actor"]
-    node_peers = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
+    node_peers = max_peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
     size = node_peers * NVLINK_PEER_BYTES
     detail = f"at most {node_peers} ranks of the node x {NVLINK_PEER_BYTES >> 20} MiB"
     if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:

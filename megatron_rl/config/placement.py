@@ -208,7 +208,7 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
         whole_experts=bool(config.rollout.vllm.get("enable_expert_parallel")),
-        lora=None if lora is None else Lora.of(shape, lora.rank, lora.targets),
+        lora=None if lora is None else Lora.for_model(shape, lora.rank, lora.targets),
     )
 
 

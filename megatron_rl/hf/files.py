@@ -339,7 +339,7 @@ class CheckpointFiles:
         assert self._quantization is not None
         shape = self.shape(name)
         scales_shape = tuple(scales.shape)
-        block = self._quantization.block_of(shape, scales_shape)
+        block = self._quantization.scale_block(shape, scales_shape)
         if block is None:
             file = str(self._file_of[stored])
             raise scale_shape_error(file, stored, scales_shape, shape)

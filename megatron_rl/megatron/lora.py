@@ -43,7 +43,7 @@ from megatron_rl.megatron.parameter_mapping import (
     trace_import,
     weights_by_name,
 )
-from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
+from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, make_adapted_model
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -282,7 +282,7 @@ def attach_adapters(
     adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
     on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
     """
-    model.adapters = adapted(
+    model.adapters = make_adapted_model(
         pretrained(model.hf_config),
         config.rank,
         config.alpha,

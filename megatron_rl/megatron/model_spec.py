@@ -29,7 +29,7 @@ from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import (
     PretrainedModel,
-    describe,
+    parse_pretrained,
     engine_config,
     read_json,
     transformers_config,
@@ -39,7 +39,7 @@ from megatron_rl.shapes.quantized import quantization_keys
 
 def pretrained(hf_config: Any) -> PretrainedModel:
     """Return the description of a transformers config's model, from the table of model families."""
-    return describe(hf_config.to_dict())
+    return parse_pretrained(hf_config.to_dict())
 
 
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:

@@ -82,7 +82,7 @@ class _SourceRows:
     def copy_to(self, target: Tensor, begin: int) -> None:
         """Fill ``target`` with consecutive rows of the source, from row ``begin`` of the source on."""
         position = 0
-        for row, rows in self.source.pieces(begin, len(target)):
+        for row, rows in self.source.row_ranges(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
             position += rows
 

@@ -28,7 +28,7 @@ from megatron_rl.megatron.transformer_settings import (
     transformer_settings,
 )
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe, read_json
+from megatron_rl.shapes.pretrained import parse_pretrained, read_json
 
 _PACKAGES = (
     "", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer", ".distributed",
@@ -50,7 +50,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for role in roles:
         try:
-            model = describe(read_json(Path(role["model"])))
+            model = parse_pretrained(read_json(Path(role["model"])))
             if role["scalar_head"]:
                 model = model.with_scalar_head()
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})

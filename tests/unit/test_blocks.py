@@ -34,7 +34,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.layer_weights import Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout, stage_layers, trainer_problems
-from megatron_rl.shapes.memory import Layers, OptimizerChoice, saved_activation_bytes, training_memory
+from megatron_rl.shapes.memory import LayerImplementation, OptimizerChoice, saved_activation_bytes, training_memory
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.traffic import shared_bytes
@@ -233,7 +233,7 @@ def test_a_new_mixer_is_counted_as_it_says(decay_shape: ModelShape) -> None:
 
     layout = ParallelLayout((0, 1), tensor=2)
     stages = stage_layers(shape.layers, layout)
-    memory = training_memory(shape, layout, stages, 0, OptimizerChoice(), Layers(), 100, 1)
+    memory = training_memory(shape, layout, stages, 0, OptimizerChoice(), LayerImplementation(), 100, 1)
     assert memory.activations > 100 * 2 * (saved[0] / 2)
     traffic = shared_bytes(shape, layout, 1, 2)
     assert traffic.model_bytes == 2 * shape.parameters

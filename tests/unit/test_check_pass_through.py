@@ -30,7 +30,7 @@ from megatron_rl.config.field_types import value_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from megatron_rl.user_code import find_module
 from tests.hf_models import config_of
 
@@ -224,7 +224,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
 ) -> None:
     monkeypatch.chdir(workspace)
     config = load("config.yaml", ["actor.routing_replay=rollout", *overrides]).config
-    mixture = describe(config_of("qwen3-moe").to_dict()).shape
+    mixture = parse_pretrained(config_of("qwen3-moe").to_dict()).shape
     assert config is not None
     errors = list(check_routing(config, mixture))
     assert len(errors) == bool(message)
@@ -234,7 +234,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
 def test_fused_rotary_embedding_is_refused_for_latent_attention_alone() -> None:
     layout = ParallelLayout((0,), path="critic.layout")
     for family, refused in (("deepseek-v3", True), ("qwen2", False)):
-        shape = describe(config_of(family).to_dict()).shape
+        shape = parse_pretrained(config_of(family).to_dict()).shape
         errors = trainer_problems(shape, layout, {"apply_rope_fusion": True})
         assert [error.where for error in errors] == ["critic.megatron.apply_rope_fusion"] * refused
 

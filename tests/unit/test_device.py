@@ -20,7 +20,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.rendezvous import agree_on_attempt, open_store, store_of_one_host
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from tests.conftest import run_forked
 from tests.hf_models import COMMON
 
@@ -122,7 +122,7 @@ def test_deterministic_kernels_are_asked_of_every_library_and_the_users_own_vari
         device._ON_HOST = False
         device.use_deterministic_kernels()
         model = {"model_type": "llama", "rms_norm_eps": 1e-6, "initializer_range": 0.02, **COMMON}
-        settings = transformer_settings(describe(model), ParallelLayout(ranks=(0,)), torch.float32)
+        settings = transformer_settings(parse_pretrained(model), ParallelLayout(ranks=(0,)), torch.float32)
         algorithms = torch.are_deterministic_algorithms_enabled()
         print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]]))
 

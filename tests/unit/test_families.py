@@ -213,11 +213,11 @@ def test_defaults_are_those_of_transformers(family) -> None:
     """A config.json may leave out what transformers fills in."""
     tiny = next(name for name in FAMILIES if config_of(name).model_type == family)
     whole = config_of(tiny).__class__().to_dict()
-    normal = TABLE[family].normal(whole)
+    normalise_config = TABLE[family].normalise_config(whole)
     aliases = {key: spelling for spelling, key in TABLE[family].aliases.items()}
     for key, value in (DEFAULTS | TABLE[family].defaults).items():
         made_up = key in MADE_UP_DEFAULTS.get(family, ())
-        if value is not None and normal.get(key) is not None and not made_up:
+        if value is not None and normalise_config.get(key) is not None and not made_up:
             told = whole.get(key, whole.get(aliases.get(key, key)))
             assert told == value, key
 

@@ -20,7 +20,7 @@ from megatron_rl.megatron.model import live_parameters
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.shapes.published import presets, shape_of
+from megatron_rl.shapes.published import load_presets, shape_of
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 from megatron_rl.weights.transfer import _Segment
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("functions_load_once")
 WINDOW = 8
 LENGTHS = (3, WINDOW, WINDOW + 1, 37)
 """Rows that are shorter than the window, of its length, and longer."""
-PUBLISHED = dict(presets()["gemma-4-31b"]["config"])
+PUBLISHED = dict(load_presets()["gemma-4-31b"]["config"])
 """Sizes as published checkpoints of 31B write them."""
 UNEVEN = {"head_dim": 32, "num_key_value_heads": 3}
 """Sizes of a layer with full attention and four query heads."""

@@ -70,7 +70,7 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
     for stored, parameter in reference.named_parameters():
         for name, location in expert_tensors(stored, tuple(parameter.shape), FORM).items():
             assert parameter.grad is not None, name
-            wanted[name] = location.part(parameter.grad)
+            wanted[name] = location.select_part(parameter.grad)
 
     parameters = dict(chunk.named_parameters())
     seen: set[str] = set()
@@ -126,7 +126,7 @@ def test_boxes_of_stored_tensors_are_those_of_each_expert(
             stride = tuple(storage.stride())
         found: list[int] = []
         for part in boxes_of_experts([TensorBox(name, start, size, 0, "w", 0, stride)], form):
-            values = locations[part.name].part(stored)
+            values = locations[part.name].select_part(stored)
             for dim, (begin, count) in enumerate(zip(part.start, part.size, strict=True)):
                 values = values.narrow(dim, begin, count)
             assert torch.equal(view_of(storage, part), values), part

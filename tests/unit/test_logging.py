@@ -291,7 +291,7 @@ raise RuntimeError("seen")
 
 
 def test_output_comes_back_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError), redirect_output(tmp_path / "log", main=True):
+    with pytest.raises(ValueError), redirect_output(tmp_path / "log", is_main=True):
         raise ValueError
     print("back")
     assert capfd.readouterr().out == "back\n"

@@ -93,7 +93,7 @@ def test_every_expert_has_an_adapter_of_its_own(family: str, expert: str, tmp_pa
     learn(model)
     described = pretrained(model.hf_config)
     counted = adapter_parameter_count(
-        described.shape, ParallelLayout((0,)), (0, 1), Lora.of(described.shape, 3, TARGETS)
+        described.shape, ParallelLayout((0,)), (0, 1), Lora.for_model(described.shape, 3, TARGETS)
     )
     parameters = adapter_parameters(model)
     assert counted[1] == sum(value.numel() for name, value in parameters.items() if ".experts." in name) > 0

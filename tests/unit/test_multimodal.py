@@ -20,7 +20,7 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.shapes.multimodal import is_carried
-from megatron_rl.shapes.pretrained import describe, read_pretrained
+from megatron_rl.shapes.pretrained import parse_pretrained, read_pretrained
 from megatron_rl.shapes.published import shape_of
 from tests.hf_models import MULTIMODAL, save_multimodal, transpose_experts
 
@@ -181,14 +181,14 @@ def test_transposed_experts_are_read_as_those_that_are_not(tmp_path: Path) -> No
 
 
 def test_published_configurations_have_their_sizes() -> None:
-    gemma = describe(GEMMA_4B)
+    gemma = parse_pretrained(GEMMA_4B)
     assert gemma.is_multimodal and gemma.shape.tied and gemma.config["eos_token_id"] == [1, 106]
     assert (gemma.shape.heads, gemma.shape.kv_heads, gemma.shape.head_dim) == (8, 4, 256)
     # 4.3B with the vision tower.
     assert round(gemma.shape.parameters / 1e9, 2) == 3.88
     assert len(gemma.shape.sliding_layers) == 34 - 34 // 6
 
-    qwen = describe(QWEN_7B)
+    qwen = parse_pretrained(QWEN_7B)
     assert qwen.is_multimodal and qwen.shape.qkv_bias and not qwen.shape.sliding_layers
     # As Qwen2.5 of 7B.
     assert round(qwen.shape.parameters / 1e9, 2) == 7.62
@@ -200,7 +200,7 @@ def test_published_configurations_are_those_of_transformers(tmp_path: Path) -> N
     """What is read from the file and from the class that fills in defaults is the same."""
     for config in (GEMMA_4B, QWEN_7B):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert pretrained(read_hf_config(tmp_path)).shape == describe(config).shape
+        assert pretrained(read_hf_config(tmp_path)).shape == parse_pretrained(config).shape
 
 
 def checked(name: str, folder: Path, *overrides: str) -> Any:

@@ -23,7 +23,7 @@ from megatron_rl.hf.files import CheckpointFiles, copy_tensors
 from megatron_rl.hf.weights import fingerprint
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
-from megatron_rl.shapes.pretrained import describe, read_pretrained
+from megatron_rl.shapes.pretrained import parse_pretrained, read_pretrained
 from megatron_rl.shapes.quantized import Quantization, read_quantization
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import BLOCKS, in_eight_bits, quantise, save_model
@@ -211,7 +211,7 @@ def write_quantised(path: Path, change: Callable[[dict[str, Tensor]], object], c
     """Write a model folder with quantised projections, after ``change`` of its tensors."""
     write_model(path)
     stored: dict[str, Tensor] = {}
-    for name, shape in describe(SHAPE).tensor_shapes().items():
+    for name, shape in parse_pretrained(SHAPE).tensor_shapes().items():
         stored[name] = torch.zeros(shape, dtype=torch.bfloat16)
         if name.endswith("_proj.weight"):
             stored[name], stored[f"{name}_scale_inv"] = in_eight_bits(torch.ones(shape), (128, 128))

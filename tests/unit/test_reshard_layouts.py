@@ -25,8 +25,8 @@ from megatron_rl.planning.reshard import (
     plan_offline,
 )
 from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
-from megatron_rl.shapes.lora import Lora, adapted, default_targets
-from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
+from megatron_rl.shapes.lora import Lora, make_adapted_model, default_targets
+from megatron_rl.shapes.traffic import best_rank_order, max_peers_on_node, shared_bytes
 from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of
 from tests.representatives import represented
@@ -84,7 +84,7 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
     adaptable = not model.shape.experts and family != "phi3" and not model.shape.linear_layers
     if adaptable and data.draw(st.booleans()):
         lora = Lora(data.draw(st.integers(1, 9)), default_targets(model.shape))
-        model = adapted(model, lora.rank, None, lora.targets)
+        model = make_adapted_model(model, lora.rank, None, lora.targets)
     shared = shared_bytes(model.shape, actor, places, 2, settings=overrides, whole_experts=whole, lora=lora)
     sources = megatron_layout(config, actor, torch.bfloat16, overrides, lora)
     per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
@@ -160,4 +160,4 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
     order = best_rank_order(shared, actor.ranks, 8)
     near = Counter(rank for pair in plan.pairs for rank in pair if pair[0] // 8 == pair[1] // 8)
-    assert max(near.values(), default=0) <= 2 * peers_on_node(shared, actor, order, 8)
+    assert max(near.values(), default=0) <= 2 * max_peers_on_node(shared, actor, order, 8)

@@ -26,7 +26,7 @@ from megatron_rl.shapes.lora import (
     PEFT_WEIGHTS,
     TARGETS,
     Lora,
-    adapted,
+    make_adapted_model,
     adapts_experts,
     target_problems,
 )
@@ -139,7 +139,7 @@ def check_adapted_model(
         return
 
     # Targets that the model does not have, and settings that exclude adapters of experts.
-    targets = Lora.of(model.shape, lora.rank, lora.targets).targets
+    targets = Lora.for_model(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
     stores_keys_twice = any(copies > 1 for _, copies in model.shape.key_value_parameters)
     if lora.sync == "adapter" and stores_keys_twice and "linear_qkv" in targets:
@@ -258,7 +258,7 @@ def _peft_config_errors(
             )
 
     # Every saved layer needs a configured adapter; adapters of further layers are initialised.
-    modules = adapted(model, lora.rank, lora.alpha, targets).modules()
+    modules = make_adapted_model(model, lora.rank, lora.alpha, targets).modules()
     saved_modules = peft.get("target_modules")
     if isinstance(saved_modules, list):
         uncovered = sorted(set(saved_modules) - set(modules))
@@ -298,7 +298,7 @@ def _peft_tensor_errors(
     """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
-    shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
+    shapes = make_adapted_model(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
     # PEFT names tensors by its wrappers around the model.
     stored: dict[str, tuple[int, ...]] = {}

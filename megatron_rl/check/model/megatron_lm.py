@@ -33,7 +33,7 @@ from megatron_rl.interop.megatron_lm.checkpoint import (
 from megatron_rl.shapes.pretrained import (
     TOKENIZER_FILES,
     PretrainedModel,
-    describe,
+    parse_pretrained,
     read_json,
     tokenizer_files,
 )
@@ -196,7 +196,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     # Megatron-LM's arguments cannot describe every architecture.
     file = folders.get("model", Path(config.model.path)) / "config.json"
     try:
-        model = describe(read_json(file), str(file))
+        model = parse_pretrained(read_json(file), str(file))
     except UserError:
         return None  # reported by the rules on the model
     try:
@@ -228,7 +228,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         config_file = tokenizer / "config.json"
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
         hf_config = without_quantization(read_json(config_file))
-        model = describe(hf_config, str(config_file))
+        model = parse_pretrained(hf_config, str(config_file))
         errors = contradictions(checkpoint.arguments, model, key, str(config_file))
 
     # Another role's model may have another size than the one in the tokenizer's folder.
@@ -237,7 +237,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         errors = []
 
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
-    shape = describe(hf_config, key).shape
+    shape = parse_pretrained(hf_config, key).shape
     if not errors:
         _, parameter_errors = checkpoint.parameters(shape)
         errors += parameter_errors

@@ -353,7 +353,7 @@ def _read_scales(
             if not is_one_number(scale_shape):
                 return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
 
-        if quantization.block_of(shape, scales.shape) is None:
+        if quantization.scale_block(shape, scales.shape) is None:
             error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, shape)
             return tensors, [error]
         tensors[name] = replace(tensor, shape=shape, dtype="F32")

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.blocks.latent_attention import latent_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
-from megatron_rl.shapes.pretrained import PretrainedModel, describe
+from megatron_rl.shapes.pretrained import PretrainedModel, parse_pretrained
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling), apart from the factor."""
@@ -68,7 +68,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         raise _no_arguments_error(model, feature)
 
     # Without grouped queries Megatron-LM's default number of groups is 1.
-    is_grouped = not shape.mla and shape.kv_heads != shape.heads
+    is_grouped = not shape.has_latent_attention and shape.kv_heads != shape.heads
     query_groups = 1
     if is_grouped:
         query_groups = shape.kv_heads
@@ -90,18 +90,18 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "swiglu": shape.gated and activation == "silu",
         "add_bias_linear": shape.mlp_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm or shape.mla,
+        "qk_layernorm": shape.qk_norm or shape.has_latent_attention,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rotary_fraction(config),
         "use_rope_scaling": rope.get("rope_type") == "llama3",
-        "multi_latent_attention": shape.mla,
+        "multi_latent_attention": shape.has_latent_attention,
         "num_experts": shape.experts or None,
         "init_method_std": config["initializer_range"],
     }
 
     # Arguments of latent attention, scaled rotary angles and experts.
-    if shape.mla:
+    if shape.has_latent_attention:
         arguments |= {
             **latent_settings(shape),
             "rope_type": "rope",
@@ -205,7 +205,7 @@ def _unsupported_feature(model: PretrainedModel, activation: str, rope: Mapping[
     # Scaled rotary angles: Llama 3's with Megatron's constants, or YaRN in latent attention.
     if rope_type == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
-    is_latent_yarn = rope_type == "yarn" and shape.mla
+    is_latent_yarn = rope_type == "yarn" and shape.has_latent_attention
     if rope_type not in ("default", "llama3") and not is_latent_yarn:
         return f"RoPE scaling of type {rope_type}"
     return None
@@ -460,7 +460,7 @@ def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | 
     It has the parameters of `config_of`, and raises the same errors.
     """
     config = config_of(arguments, setting, vocabulary)
-    model = describe(config, "the derived config.json")
+    model = parse_pretrained(config, "the derived config.json")
     errors = contradictions(arguments, model, setting, "the config.json derived from them")
     if errors:
         raise UserErrors(errors)

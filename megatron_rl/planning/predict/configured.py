@@ -189,7 +189,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
     )
     lora = None
     if config.actor.lora is not None:
-        lora = Lora.of(report.shape, config.actor.lora.rank, config.actor.lora.targets)
+        lora = Lora.for_model(report.shape, config.actor.lora.rank, config.actor.lora.targets)
     return Problem(models, algorithm, batch, Machine(cluster, constants), lora=lora)
 
 

@@ -29,7 +29,7 @@ from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, end_
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
-    Layers,
+    LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
     fullest_parameters,
@@ -300,8 +300,8 @@ def layer_seconds(
             model.count_blocks(range(model.layers)),
             key=lambda block: (block.feed_forward.routed, block.mixer.flops_per_key(model)),
         )
-        plain_bytes = Layers(fused=False).saved_bytes(model, layout, block, "none")
-        fused_bytes = Layers(fused=True).saved_bytes(model, layout, block, "none")
+        plain_bytes = LayerImplementation(fused=False).saved_bytes(model, layout, block, "none")
+        fused_bytes = LayerImplementation(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound *= plain_bytes / fused_bytes
 
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
@@ -364,10 +364,10 @@ class TrainChoice:
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> LayerImplementation:
         """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
         fused = self.transformer_engine and not self.model.plain_layers
-        return Layers(fused=fused, recompute=self.recompute)
+        return LayerImplementation(fused=fused, recompute=self.recompute)
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def train_choice(
 
     adapters = None
     if lora is not None:
-        adapters = Lora.of(model, lora.rank, lora.targets)
+        adapters = Lora.for_model(model, lora.rank, lora.targets)
 
     optimizer = section.optimizer
     return TrainChoice(

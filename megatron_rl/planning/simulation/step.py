@@ -140,7 +140,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
-        adapters = Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets)
+        adapters = Lora.for_model(pretrained(hf_config).shape, lora.rank, lora.targets)
 
     plan = plan_offline(
         hf_config,

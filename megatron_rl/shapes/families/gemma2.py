@@ -10,7 +10,8 @@ from megatron_rl.shapes.family import (
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Gemma 2 models: fields of `ModelShape`."""
     # Every other layer has a sliding window unless config.json has another pattern.
     every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
     return {**gemma_structure(reader), **sliding_window_fields(every_other, reader.size("num_hidden_layers"))}
@@ -21,7 +22,7 @@ FAMILY = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
-    _structure,
+    _read_structure,
     gemma_megatron,
     defaults={
         "head_dim": 256,

@@ -3,7 +3,8 @@
 from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron, gemma_structure
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Gemma 3 models: fields of `ModelShape`."""
     return {**gemma_structure(reader), "qk_norm": True}
 
 
@@ -12,7 +13,7 @@ FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
-    _structure,
+    _read_structure,
     gemma_megatron,
     # Published multimodal checkpoints of 4B and more state few of these.
     defaults={

@@ -14,7 +14,8 @@ from megatron_rl.shapes.family import (
 from megatron_rl.shapes.fused_experts import FusedExperts
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of gpt-oss models: fields of `ModelShape`."""
     # Megatron's biases are those of all linear layers, and the experts always have them.
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
@@ -49,7 +50,8 @@ def _structure(reader: ConfigReader) -> Fields:
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for gpt-oss models."""
     return {
         # Attention sinks: a learned logit per head in the denominator of the softmax.
         "softmax_type": "learnable",
@@ -68,8 +70,8 @@ FAMILY = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     "GptOssForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "num_local_experts": 128,
         "num_experts_per_tok": 4,

@@ -7,12 +7,13 @@ from megatron_rl.shapes.family import (
     Fields,
     delta_net_megatron,
     delta_net_structure,
-    gated_shared_expert,
+    gated_shared_expert_fields,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
-    return {**delta_net_structure(reader), **gated_shared_expert(reader)}
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Qwen3.5-MoE models: fields of `ModelShape`."""
+    return {**delta_net_structure(reader), **gated_shared_expert_fields(reader)}
 
 
 FAMILY = Family(
@@ -20,7 +21,7 @@ FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForSequenceClassification",
-    _structure,
+    _read_structure,
     delta_net_megatron,
     defaults={
         **DELTA_DEFAULTS,

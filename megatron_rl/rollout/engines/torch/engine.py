@@ -264,7 +264,7 @@ class TorchEngine:
             locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
             for name, location in locations.items():
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
-                tensor = location.part(parameter)
+                tensor = location.select_part(parameter)
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
