@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Traffic of other systems is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
-    peers = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
+    is_colocated = not arguments.rollout_ranks
+    peers = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
     seconds = time.perf_counter() - start
 
     if arguments.json:

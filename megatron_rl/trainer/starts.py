@@ -106,7 +106,7 @@ def format_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     """Return a command line that starts the same job on this machine, without the values of secrets.
 
     Example:
-        >>> format_command(["/x/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
+        >>> format_command(["/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
         'python -m megatron_rl train a.yaml reward.arguments.api_key=(hidden)'
         >>> format_command(["/x/bin/megatron-rl", "check", "a.yaml"], {})
         'megatron-rl check a.yaml'

@@ -34,7 +34,12 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.layer_weights import Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout, stage_layers, trainer_problems
-from megatron_rl.shapes.memory import LayerImplementation, OptimizerChoice, saved_activation_bytes, training_memory
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    OptimizerChoice,
+    saved_activation_bytes,
+    training_memory,
+)
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.traffic import shared_bytes

@@ -14,7 +14,12 @@ from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.learn import TrainChoice, network_bytes
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
-from megatron_rl.shapes.memory import LayerImplementation, OptimizerChoice, representative_stages, training_memory
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    OptimizerChoice,
+    representative_stages,
+    training_memory,
+)
 from megatron_rl.shapes.published import load_shape
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,12 @@ from megatron_rl.planning.predict.placement import (
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import LayerImplementation, activation_bytes, count_microbatches_in_flight, saved_activation_bytes
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    activation_bytes,
+    count_microbatches_in_flight,
+    saved_activation_bytes,
+)
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()

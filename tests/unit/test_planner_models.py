@@ -69,7 +69,7 @@ def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
 
 
 def test_real_config_without_the_presets_additions() -> None:
-    config = {key: value for key, value in load_presets()["qwen2-7b"]["config"].items() if key != "attention_bias"}
+    config = {k: v for k, v in load_presets()["qwen2-7b"]["config"].items() if k != "attention_bias"}
     assert shape_of(config).parameters == PUBLISHED["qwen2-7b"]
     config = {k: v for k, v in load_presets()["qwen3-30b-a3b"]["config"].items() if k != "qk_norm"}
     assert shape_of(config).parameters == PUBLISHED["qwen3-30b-a3b"]

@@ -465,7 +465,8 @@ def test_short_and_sparse_runs_have_a_report(tmp_path: Path, steps: int) -> None
     assert "eval/held_out/accuracy" in page and folder.curve.stat().st_size > 5000
     assert "mismatch" not in page
     rewards = [line["reward/mean"] for line in read_metrics(folder.metrics) if "reward/mean" in line]
-    shown = [row[1] for row in report.summary_rows(read_metrics(folder.metrics), {}) if row[0] == "mean reward"]
+    rows = report.summary_rows(read_metrics(folder.metrics), {})
+    shown = [row[1] for row in rows if row[0] == "mean reward"]
     ends = [f"{rewards[0]:.3f} → {rewards[-1]:.3f}"] if rewards else []
     assert shown == ends, "the first and the last steps are not the same ones"
 

@@ -107,7 +107,8 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
     overrides_by_layer = {int(layer): values for layer, values in layer_configs.items()}
     sizes_by_layer = []
     for layer in range(len(layer_types)):
-        layer_config = {"head_dim": head_dim, "num_key_value_heads": kv_heads, **overrides_by_layer.get(layer, {})}
+        layer_config = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        layer_config |= overrides_by_layer.get(layer, {})
         layer_reader = ConfigReader(layer_config, f"{reader.file}: per_layer_config.{layer}", reader.errors)
         sizes_by_layer.append((layer_reader.size("head_dim"), layer_reader.size("num_key_value_heads")))
 
