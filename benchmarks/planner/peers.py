@@ -117,7 +117,7 @@ def gathered_seconds(
     sync = machine.constants.weight_sync
     total = machine.weight_bytes * model.parameters
     # Every tensor costs a collective, and a copy at the rate of the engine's loader.
-    seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
+    seconds = sync.gather_fixed_seconds + model.tensor_count * sync.gather_seconds_per_tensor
 
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 

@@ -70,5 +70,5 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
+        export_checkpoint(checkpoint, out, checkpoint_format=arguments.format, trusted=arguments.trust)
     return 0

@@ -10,7 +10,7 @@ from megatron_rl.config.roles import ADAPTED, INITIAL, role_sections, spec_at, w
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
-from megatron_rl.shapes.lora import AdaptedModel, make_adapted_model, default_targets
+from megatron_rl.shapes.lora import AdaptedModel, default_targets, make_adapted_model
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 

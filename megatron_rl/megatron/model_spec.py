@@ -29,8 +29,8 @@ from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import (
     PretrainedModel,
-    parse_pretrained,
     engine_config,
+    parse_pretrained,
     read_json,
     transformers_config,
 )

@@ -427,15 +427,16 @@ def stage_chunks(
     stage_sizes = _stage_sizes(layers + embedding + loss, stages, first, last)
     # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
     divides_by_zero = stages == 2 and virtual > 1 and first is not None and last is not None
-    if stage_sizes is None or divides_by_zero or any(count % virtual for count in stage_sizes):
+    if stage_sizes is None or divides_by_zero or any(size % virtual for size in stage_sizes):
         raise _uneven_error(layers, layout, settings)
 
     # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
     chunks_by_stage: list[list[list[int]]] = [[] for _ in stage_sizes]
     next_layer = -embedding  # an embedding that counts as a layer comes before layer 0
     for _ in range(virtual):
-        for stage, count in enumerate(stage_sizes):
-            end = next_layer + count // virtual
+        for stage, stage_size in enumerate(stage_sizes):
+            end = next_layer + stage_size // virtual
+            # The embedding and the loss are no layers of the model, even if they count as layers.
             chunks_by_stage[stage].append(list(range(max(next_layer, 0), min(end, layers))))
             next_layer = end
     return chunks_by_stage

@@ -380,7 +380,7 @@ class ModelShape:
         return self.parameters - self.routed_expert_parameters + self.active_expert_parameters
 
     @cached_property
-    def tensors(self) -> int:
+    def tensor_count(self) -> int:
         """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
         layers = 0
         for block, count in self._block_counts.items():

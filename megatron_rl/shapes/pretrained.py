@@ -19,8 +19,8 @@ from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_confi
 from megatron_rl.shapes.quantized import (
     MODELOPT_FILE,
     Quantization,
-    read_quantization,
     add_modelopt_quantization,
+    read_quantization,
 )
 
 LAYER = "model.layers.{layer}."

@@ -289,9 +289,7 @@ def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
     step = reader.size("decoder_sparse_step", reader.size("interleave_moe_layer_step", 1))
     first_dense = reader.count("first_k_dense_replace")
     listed_layers = reader.get("mlp_only_layers") or range(first_dense)
-    dense_layers = tuple(
-        layer for layer in range(layers) if layer in listed_layers or (layer + 1) % step
-    )
+    dense_layers = tuple(layer for layer in range(layers) if layer in listed_layers or (layer + 1) % step)
     return {
         "experts": reader.size(count_keys[0]),
         "experts_per_token": reader.size("num_experts_per_tok", reader.size("experts_per_token", 2)),

@@ -10,7 +10,6 @@ ranks of a replica, at the cost of the bytes that each pair would receive.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

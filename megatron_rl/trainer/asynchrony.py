@@ -95,7 +95,7 @@ class AheadBatches:
             # Fill the queue: it has too few batches in the first step after a start.
             while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
                 pending = self._start_sampling(step + len(self.queue), phase)
-                self.queue.append(self.source.finish(pending, world))
+                self.queue.append(self.source.finish_round(pending, world))
 
             # These calls generate on the rollout's ranks, and return immediately on learners.
             pending_evaluations = self._start_evaluation(phase)
@@ -113,7 +113,7 @@ class AheadBatches:
             # In the first gather the faster side waits for the slower one: this wait is the idle time.
             with phase("idle_learn" if self._is_learner else "idle_rollout"):
                 if pending is not None:
-                    self.queue.append(self.source.finish(pending, world))
+                    self.queue.append(self.source.finish_round(pending, world))
                 self.answers = [
                     gather_complete_round(self.roles.rollout, pending_evaluation, world)
                     for pending_evaluation in pending_evaluations
@@ -140,7 +140,7 @@ class AheadBatches:
         if not self._is_learner:
             timer = phase("generate")
         with timer:
-            return self.source.start(self._count_prompts_to_sample(), seed)
+            return self.source.start_round(self._count_prompts_to_sample(), seed)
 
     def _count_prompts_to_sample(self) -> int:
         """Return the number of prompts to sample for the next batch."""

@@ -24,10 +24,10 @@ from megatron_rl.trainer.curves import (
     STAGE_METRICS,
     WINDOW,
     RunMetrics,
-    measured_accuracy_names,
     make_overlay_charts,
-    running_mean,
+    measured_accuracy_names,
     metric_series,
+    running_mean,
 )
 from megatron_rl.trainer.report import format_pairs, format_revisions, run_metrics
 from megatron_rl.trainer.starts import Start, read_starts
@@ -167,7 +167,10 @@ def _group_runs(
         by_settings.setdefault(settings, []).append(run)
 
     # Omit copies: a copy of a run would be counted as a second seed.
-    notes = [note for group in by_settings.values() for note in _remove_copies(group)]
+    notes: list[str] = []
+    for group in by_settings.values():
+        notes += _remove_copies(group)
+
     # Groups are named after their first run; equal names get numbers.
     groups = {_group_name(group): group for group in by_settings.values()}
     if len(groups) < len(by_settings):

@@ -59,6 +59,9 @@ _COLUMNS = 3
 _TITLE_CHARACTERS = 45
 """Maximum length of a title that fits above its panel."""
 
+_NAME_END_CHARACTERS = 11
+"""Number of characters at the end of a name that remain if it is shortened."""
+
 STEP_PHASES = (
     "time/generate",
     "time/reward",
@@ -329,9 +332,15 @@ def _set_title(axis: Axes, title: str) -> None:
 
 
 def _shorten_name(name: str, max_characters: int = 32) -> str:
-    """Return a name that can be drawn: shortened in the middle, and without lone surrogates."""
+    """Return a name that can be drawn: without lone surrogates, and shortened in the middle if it is long."""
     name = name.encode("utf-8", "replace").decode("utf-8")
-    return name if len(name) <= max_characters else f"{name[: max_characters - 12]}…{name[-11:]}"
+    if len(name) <= max_characters:
+        return name
+
+    # The ends of two names often differ where their beginnings do not.
+    end = name[-_NAME_END_CHARACTERS:]
+    beginning = name[: max_characters - len(end) - 1]
+    return f"{beginning}…{end}"
 
 
 def _make_axes(panel_count: int) -> list[Axes]:

@@ -279,6 +279,7 @@ def _run_evaluator(
 
     Also returns its failures on this rank. ``prefix`` begins the metrics' names. Collective over the world.
     """
+    # The role of an evaluator has a single function, and so a single result.
     (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
     for key, values in world.gather_rows(result.shard).values.items():

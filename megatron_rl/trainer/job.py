@@ -81,7 +81,7 @@ class Job:
     """Current phase and step of this rank."""
     main: bool
     """Whether this is rank 0, the only rank that writes the run folder, the console and the trackers."""
-    stop: Stop
+    stop: StopRequest
     """State of this rank's stop request."""
     trackers: Trackers | None = None
     """Experiment trackers on the main rank, None on others."""
@@ -385,7 +385,7 @@ class Stopped(BaseException):
         self.error = error
 
 
-class Stop:
+class StopRequest:
     """State of this rank's stop request, and handler of the signals that request a stop.
 
     ``signal_number``: the signal that requested a stop, or None without a request.
@@ -466,7 +466,7 @@ class Stop:
 
 
 @contextmanager
-def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> Iterator[Stop]:
+def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> Iterator[StopRequest]:
     """Handle `SIGNALS` inside the block: request a stop after the step, or end the process immediately.
 
     Messages are written to the standard error at the block's start. If the step does not end within
@@ -485,7 +485,7 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
     handled_signals = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals}
     old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    stop = Stop(rank_text, phases, console_descriptor, stop_seconds)
+    stop = StopRequest(rank_text, phases, console_descriptor, stop_seconds)
 
     def listen() -> None:
         while received := os.read(read_end, 1):

@@ -153,7 +153,7 @@ class MetricsLog:
         self._file = self.path.open("a")
         self._trackers = trackers
         if trackers is not None:
-            trackers.begin(phase, resumed_step)
+            trackers.begin_phase(phase, resumed_step)
 
         # Needed to estimate the remaining time.
         self._start_time = time.monotonic()

@@ -151,8 +151,8 @@ class SameStepBatches:
                 phase("generate"),
                 self.roles.hybrid_engine.generation_mode() as round_metrics,
             ):
-                pending = self.source.start(prompt_count, seed)
-                sampled = self.source.finish(pending, learners)
+                pending = self.source.start_round(prompt_count, seed)
+                sampled = self.source.finish_round(pending, learners)
                 sampled = refill_filtered_rows(self.source, sampled, seed, learners)
 
             with phase("reward"):

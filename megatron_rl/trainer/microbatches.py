@@ -63,7 +63,7 @@ class MicroBatchControl:
         for role in self._roles.models:
             role.tokens_per_microbatch = budget.tokens
 
-    def after_step(self, values: Mapping[str, float]) -> Metrics:
+    def adapt_to_step(self, values: Mapping[str, float]) -> Metrics:
         """Adapt the budget to a step's memory use, and print a change.
 
         ``values``: the step's metrics, gathered over all ranks, so that all ranks compute the same budget.

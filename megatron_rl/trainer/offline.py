@@ -41,8 +41,8 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
-    make_evaluation_sets,
     failure_lines,
+    make_evaluation_sets,
 )
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
@@ -219,20 +219,20 @@ def export_checkpoint(
     path: Path,
     out: Path,
     *,
-    form: str = "hf",
+    checkpoint_format: str = "hf",
     trusted: bool = False,
 ) -> None:
     """Export a run's checkpoint to the folder ``out``.
 
-    ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM can load,
-        ``peft`` for the adapters only.
+    ``checkpoint_format``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM can
+        load, ``peft`` for the adapters only.
     ``trusted``: whether the checkpoint may contain code.
 
     If there are as many processes as in the run, the run's layout is used; otherwise each process is a
     pipeline stage. Collective over the world.
     """
     config, layout = _export_config(path)
-    if form == "peft" and config.actor.lora is None:
+    if checkpoint_format == "peft" and config.actor.lora is None:
         raise requires(
             "--format",
             "peft",
@@ -241,7 +241,7 @@ def export_checkpoint(
             fix="remove --format, which writes the complete model",
         )
 
-    if form == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
+    if checkpoint_format == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
         raise requires(
             "--format",
             "peft",
@@ -255,7 +255,7 @@ def export_checkpoint(
         # Arguments that Megatron-LM reads from a checkpoint, and the iteration at the run's start.
         arguments = {}
         first_iteration = 0
-        if form == "megatron":
+        if checkpoint_format == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
         _join_ranks(config, phases)
         require_intact_models(from_first_rank(lambda: existing_models(config)))
@@ -263,9 +263,9 @@ def export_checkpoint(
         # Any layout can load a distributed checkpoint.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)
         meta = checkpoint.load_model(path, model, trusted=trusted)
-        if form == "megatron":
+        if checkpoint_format == "megatron":
             save_megatron(out, model, arguments, first_iteration + int(meta["step"]))
-        elif model is not None and form == "peft":
+        elif model is not None and checkpoint_format == "peft":
             lora = config.actor.lora or LoraConfig()
             export_adapters(model, out, present_model(config), dropout=lora.dropout)
         elif model is not None:
@@ -274,7 +274,7 @@ def export_checkpoint(
 
     if device.rank() == 0:
         print(
-            f"wrote {out}{MEGATRON_HINT if form == 'megatron' else ''}",
+            f"wrote {out}{MEGATRON_HINT if checkpoint_format == 'megatron' else ''}",
             flush=True,
         )
 

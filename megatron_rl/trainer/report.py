@@ -29,12 +29,12 @@ from megatron_rl.trainer.curves import (
     WINDOW,
     Lines,
     RunMetrics,
-    make_charts,
     draw_figure,
+    make_charts,
     measured_accuracy_names,
     metric_series,
 )
-from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, find_rule, select_samples
+from megatron_rl.trainer.health import PAGE, PREFIX, find_rule, firing_steps, select_samples
 from megatron_rl.trainer.logging import format_clock, format_step_ranges
 from megatron_rl.trainer.starts import Start, read_starts
 

@@ -72,11 +72,11 @@ from megatron_rl.trainer.stages import (
     delete_checkpoints,
     load_stage_data,
     make_stage,
+    make_stage_end_action,
     require_stage_models,
     run_only_stages,
     run_stage,
     set_damaged_models_aside,
-    make_stage_end_action,
 )
 from megatron_rl.trainer.state import (
     Checkpoints,
@@ -444,7 +444,7 @@ class Training:
             local_metrics += role.residency.metrics() + role.pass_metrics()
 
         metrics = gather_step_metrics(result, local_metrics)
-        metrics += self.microbatches.after_step(metrics.values())
+        metrics += self.microbatches.adapt_to_step(metrics.values())
         if result is not None:
             if result.batch is not None:
                 metrics += _throughput_metrics(result.batch, metrics.values()["time/step"])

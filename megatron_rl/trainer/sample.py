@@ -1,8 +1,9 @@
 """Sampling of the responses for each step, and the buffer of groups that no step has trained on yet.
 
-The one idea: sampling is split into two calls. `RolloutSource.start` samples on the rollout's ranks and
-returns immediately on other ranks. `RolloutSource.finish` gathers the new tokens, after which all ranks have
-the same rows. Between the two calls the other ranks can do other work, such as training on an earlier batch.
+The one idea: sampling is split into two calls. `RolloutSource.start_round` samples on the rollout's ranks,
+and returns immediately on other ranks. `RolloutSource.finish_round` gathers the new tokens, after which all
+ranks have the same rows. Between the two calls the other ranks can do other work, such as training on an
+earlier batch.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class RolloutSource:
         self.limits = AutoLimits(config.rollout)
         self.informative = (0, 0)
 
-    def start(self, prompt_count: int, seed: int) -> PendingRound:
+    def start_round(self, prompt_count: int, seed: int) -> PendingRound:
         """Sample a round for a batch of ``prompt_count`` prompts on the rollout's ranks.
 
         Returns immediately on other ranks. Collective over the rollout's ranks.
@@ -153,7 +154,7 @@ class RolloutSource:
         greedy = start_complete_round(rollout, greedy_prompts, 1, seed, generation_round.version)
         return replace(pending, greedy=greedy)
 
-    def finish(self, pending: PendingRound, members: ReplicaGroup) -> SampledBatch:
+    def finish_round(self, pending: PendingRound, members: ReplicaGroup) -> SampledBatch:
         """Gather a round and return the groups selected for the step. Collective over the replica group."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
@@ -360,27 +361,27 @@ class RolloutSource:
 
 def make_complete_round(
     prompts: PromptBatch,
-    samples: int,
+    samples_per_prompt: int,
     seed: int,
     version: int,
 ) -> GenerationRound:
-    """Return a round of ``samples`` new sequences per prompt, which ends when every sequence is finished."""
-    groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
+    """Return a round of new sequences for each prompt, which ends when every sequence is finished."""
+    groups = tuple(start_groups(waiting_groups(prompts), samples_per_prompt, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
 def start_complete_round(
     rollout: RolloutRole,
     prompts: PromptBatch,
-    samples: int,
+    samples_per_prompt: int,
     seed: int,
     version: int,
 ) -> PendingRound:
-    """Sample ``samples`` complete sequences per prompt on the rollout's ranks; see `make_complete_round`.
+    """Sample complete sequences for each prompt on the rollout's ranks; see `make_complete_round`.
 
     Returns immediately on other ranks. Collective over the rollout's ranks.
     """
-    generation_round = make_complete_round(prompts, samples, seed, version)
+    generation_round = make_complete_round(prompts, samples_per_prompt, seed, version)
     return PendingRound(generation_round, rollout.infer(generation_round))
 
 

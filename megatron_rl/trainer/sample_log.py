@@ -135,7 +135,7 @@ class SampleWriter:
         """Write a table of samples to the run folder and the trackers; ``kind`` is "step" or "eval_NAME"."""
         write_rollouts(self.job.folder, step, columns, kind=kind)
         if self.job.trackers is not None:
-            self.job.trackers.samples(kind, step, columns)
+            self.job.trackers.write_samples(kind, step, columns)
 
     def _common_columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
         """Return the columns that tables of training samples and evaluation answers share: name -> values."""

@@ -273,11 +273,11 @@ def require_stage_models(config: RunConfig) -> None:
     """
     for plan in stage_plans(config):
         # Frozen roles that start from the stage's model load it, and adapters need it as their base.
-        frozen_roles = [
-            path
-            for path, model in explicit_model_paths(config).items()
-            if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
-        ]
+        frozen_roles: list[str] = []
+        for section, model in explicit_model_paths(config).items():
+            spec = spec_at(section)
+            if spec.phase == ACTOR.phase and not spec.trains and model == str(plan.model):
+                frozen_roles.append(section)
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
         is_read = plan.role != "actor" or bool(frozen_roles) or is_base
         if plan.ended or not is_read:
@@ -285,7 +285,8 @@ def require_stage_models(config: RunConfig) -> None:
 
         # The advice cannot be to remove the actor's stage, since the checkpoint was trained from its model.
         if plan.role == "actor":
-            key = f"{[*frozen_roles, 'reference'][0]}.path"
+            frozen_role = frozen_roles[0] if frozen_roles else "reference"
+            key = f"{frozen_role}.path"
             change = f"set {key} to it"
         else:
             key = f"{plan.role}.path"

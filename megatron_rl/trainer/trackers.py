@@ -35,7 +35,7 @@ Columns = Mapping[str, Sequence[Any]]
 class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
         """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if that is None."""
         ...
 
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Send those metrics of a step that are finite to the tracker."""
         ...
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
         """Send samples to the tracker as a table; ``kind`` is ``step`` or ``eval_NAME``."""
         ...
 
@@ -83,20 +83,20 @@ class Trackers:
         self._thread = threading.Thread(target=self._serve_calls, name="trackers", daemon=True)
         self._thread.start()
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Queue `Tracker.begin` for all trackers."""
-        self._enqueue("begin", phase, resumed_step)
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """Queue `Tracker.begin_phase` for all trackers."""
+        self._enqueue("begin_phase", phase, resumed_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Queue `Tracker.write` for all trackers."""
         self._enqueue("write", phase, step, dict(values))
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Queue `Tracker.samples` for all trackers, with the first `logging.samples` rows of the table."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """Queue `Tracker.write_samples` for all trackers, with the first `logging.samples` rows."""
         limit = self._config.samples
         if limit:
             rows = {name: [_to_cell(value) for value in values[:limit]] for name, values in columns.items()}
-            self._enqueue("samples", kind, step, rows)
+            self._enqueue("write_samples", kind, step, rows)
 
     def close(self, time_limit: float = CLOSING_SECONDS) -> None:
         """Close the trackers after all queued calls; return after at most ``time_limit`` seconds."""
@@ -186,8 +186,8 @@ class TensorBoard:
         self._writers = {}
         _silence_writer_threads()
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; a new run renames the events of an earlier one."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; a new run renames the events of an earlier one."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events = self._folder / phase
@@ -205,8 +205,8 @@ class TensorBoard:
             self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         lines = [
             json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in _to_rows(columns)
         ]
@@ -254,8 +254,8 @@ class Client:
         self.name = config.name or folder.path.resolve().name
         self.run_info = run_info
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; after a resume, repeated steps are logged a second time."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; after a resume, repeated steps are logged a second time."""
 
 
 class Wandb(Client):
@@ -286,8 +286,8 @@ class Wandb(Client):
         # W&B's built-in step must increase, but a resumed run repeats steps: use a metric as the axis.
         self._run.define_metric("*", step_metric="step")
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; each stage has a separate axis of steps."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; each stage has a separate axis of steps."""
         if phase != "train":
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
@@ -298,8 +298,8 @@ class Wandb(Client):
         else:
             self._run.log({**values, f"{phase}/step": step})
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         rows: Any = _to_rows(columns)
         table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table, "step": step})
@@ -359,8 +359,8 @@ class Mlflow(Client):
         metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self.id, metrics)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         table = {name: list(values) for name, values in columns.items()}
         self._client.log_table(self.id, table, f"samples/{kind}_{step}.json")
 
@@ -398,8 +398,8 @@ class Swanlab(Client):
         """See `Tracker.write`."""
         self._swanlab.log(dict(values), step=step)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         table = self._swanlab.echarts.Table()
         table.add(list(columns), _to_rows(columns))
         self._swanlab.log({f"samples/{kind}": table}, step=step)
@@ -438,8 +438,8 @@ class Prometheus:
         interface, _, port = address.rpartition(":")
         self._server, _ = start_http_server(int(port), interface, registry)
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`."""
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
@@ -449,7 +449,7 @@ class Prometheus:
         }.items():
             self._values.labels(name).set(value)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
         """Ignore samples: Prometheus stores numbers only."""
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     assert not refusals(saved)
     described = read_pretrained(saved / "config.json")
     assert described.shape.parameters == count == load_shape(str(saved)).parameters
-    assert described.shape.tensors == len(list(described.tensors()))
+    assert described.shape.tensor_count == len(list(described.tensors()))
     assert sum(torch.Size(shape).numel() for shape in described.tensor_shapes().values()) == count
     assert described.shape == pretrained(reference.config).shape
 

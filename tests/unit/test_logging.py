@@ -103,12 +103,12 @@ def test_the_line_of_a_step_has_at_most_100_columns(folder: RunFolder) -> None:
 
 def test_the_line_of_a_step_names_a_health_rule_that_fires(folder: RunFolder) -> None:
     with MetricsLog(folder, 1000, console=io.StringIO()) as log:
-        assert "unhealthy" not in log.line(998, {**STEP, "health/kl": 0.0})
-        line = log.line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
+        assert "unhealthy" not in log.format_line(998, {**STEP, "health/kl": 0.0})
+        line = log.format_line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
         assert "unhealthy entropy  561 s" in line
         # Names of a user's own rules may be long, and the line has its width.
         firing = {f"health/{'own_rule' * 12}": 1.0, "health/kl": 1.0, "health/entropy": 1.0}
-        line = log.line(998, {**STEP, "reward/invalid": 0.125, **firing})
+        line = log.format_line(998, {**STEP, "reward/invalid": 0.125, **firing})
         assert len(line) <= WIDTH and " and 2 more  561 s" in line and "reward 0.512" in line
 
 

@@ -23,7 +23,7 @@ from megatron_rl.planning.predict.placement import search
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
 from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Machine, load_constants
-from megatron_rl.shapes.published import load_shape, load_presets
+from megatron_rl.shapes.published import load_presets, load_shape
 
 
 def plan(*words: str) -> int:

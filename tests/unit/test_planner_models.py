@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.published import load_shape, load_presets, shape_of
+from megatron_rl.shapes.published import load_presets, load_shape, shape_of
 
 # Totals as the checkpoints themselves have them (safetensors index or model card).
 PUBLISHED = {
@@ -51,8 +51,8 @@ def test_cache_bytes_per_token() -> None:
 
 
 def test_tensor_count_equals_the_checkpoint_index() -> None:
-    assert load_shape("llama-3.1-8b").tensors == 291
-    assert load_shape("llama-2-70b").tensors == 723
+    assert load_shape("llama-3.1-8b").tensor_count == 291
+    assert load_shape("llama-2-70b").tensor_count == 723
 
 
 def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:

@@ -98,7 +98,7 @@ def test_the_lines_of_steps_are_those_that_the_log_writes(name: str, tmp_path: P
         if match:
             values = values_of(re.split(r"\s{2,}", match["items"])[1:])
             with MetricsLog(RunFolder(tmp_path), int(match["total"])) as log:
-                written = log.line(int(match["step"]), values)
+                written = log.format_line(int(match["step"]), values)
             assert ETA.sub("eta", line) in (ETA.sub("eta", written), written)
 
 

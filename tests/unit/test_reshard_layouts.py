@@ -25,7 +25,7 @@ from megatron_rl.planning.reshard import (
     plan_offline,
 )
 from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
-from megatron_rl.shapes.lora import Lora, make_adapted_model, default_targets
+from megatron_rl.shapes.lora import Lora, default_targets, make_adapted_model
 from megatron_rl.shapes.traffic import best_rank_order, max_peers_on_node, shared_bytes
 from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of

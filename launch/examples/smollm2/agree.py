@@ -23,7 +23,7 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
 from megatron_rl.trainer.job import open_job
-from megatron_rl.trainer.sample import PendingRound, make_complete_round, gather_complete_round
+from megatron_rl.trainer.sample import PendingRound, gather_complete_round, make_complete_round
 from megatron_rl.types import Rollouts, split_rows
 
 PROMPTS = 16

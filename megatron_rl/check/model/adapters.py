@@ -26,8 +26,8 @@ from megatron_rl.shapes.lora import (
     PEFT_WEIGHTS,
     TARGETS,
     Lora,
-    make_adapted_model,
     adapts_experts,
+    make_adapted_model,
     target_problems,
 )
 from megatron_rl.shapes.model import ModelShape

@@ -151,7 +151,10 @@ class Mixer(ABC):
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return further heads that tensor parallelism divides: plural noun -> number."""
+        """Return the kinds of heads, besides query and key-value heads, that tensor parallelism divides.
+
+        The result is plural noun of the heads -> their number.
+        """
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
