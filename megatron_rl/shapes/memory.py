@@ -78,15 +78,15 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     for (heads, engine_copies), parameters in shape.key_value_parameters.items():
         copies = engine_copies * max(1, tensor // heads)
         sharded += parameters * (copies - 1)
-    layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
+    layer_parameters = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 
     # Embedding and output layer, unless they share their parameters.
-    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
+    vocabulary_parameters = shape.padded_vocab(tensor) * shape.hidden // tensor
     if not shape.tied:
-        vocabulary *= 2
+        vocabulary_parameters *= 2
 
     # The stages of the engine's pipeline count as equal.
-    return (layers + vocabulary + shape.final_norm_parameters) // pipeline
+    return (layer_parameters + vocabulary_parameters + shape.final_norm_parameters) // pipeline
 
 
 @lru_cache(maxsize=4096)

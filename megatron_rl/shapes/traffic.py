@@ -54,10 +54,10 @@ def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     dim = 0
     if weight.cut == "columns":
         dim = 1
-    bounds = _rank_share
+    find_share = _rank_share
     if weight.cut == "vocabulary":
-        bounds = _padded_rank_share
-    return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
+        find_share = _padded_rank_share
+    return tuple(Slice(dim, *find_share(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
 def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
@@ -578,19 +578,19 @@ LARGEST_ISLAND = 64
 
 
 def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
-    """Return ``ranks`` in the order whose replicas, consecutive ranks, receive the fewest bytes of weights.
+    """Order ``ranks`` so that the replicas, which are consecutive ranks, receive the fewest bytes of weights.
 
-    The largest receive of any rank is minimised first, then the sum. Replicas stay inside a node where their
-    size allows it: global rank r is on node r // gpus_per_node.
+    The largest number of bytes that any rank receives is minimised first, then the sum over ranks. Replicas
+    stay inside a node if their size allows it: global rank r is on node r // ``gpus_per_node``.
     """
     replica_size = len(weights.needed)
-    ordered = tuple(sorted(ranks))
+    sorted_ranks = tuple(sorted(ranks))
     if replica_size == 1 or not weights.resident.keys() & set(ranks):
-        return ordered
+        return sorted_ranks
 
     ordered_ranks: list[int] = []
-    solved: dict[Costs, list[int]] = {}  # many islands have the same costs
-    for island in _divide_into_islands(ordered, replica_size, gpus_per_node):
+    assignments: dict[Costs, list[int]] = {}  # many islands have the same costs
+    for island in _divide_into_islands(sorted_ranks, replica_size, gpus_per_node):
         if len(island) > LARGEST_ISLAND:
             ordered_ranks += island
             continue
@@ -599,10 +599,10 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
         costs = tuple(
             tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
         )
-        if costs not in solved:
-            solved[costs] = assign_columns(costs, len(island) // replica_size)
+        if costs not in assignments:
+            assignments[costs] = assign_columns(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]
-        for rank, rank_in_replica in zip(island, solved[costs], strict=True):
+        for rank, rank_in_replica in zip(island, assignments[costs], strict=True):
             candidates[rank_in_replica].append(rank)
 
         # The i-th candidates of all ranks in a replica make up the island's i-th replica.

@@ -150,12 +150,9 @@ class AheadBatches:
 
         informative, total = self.source.informative
         ceiling = ROUND_CEILING * prompts_per_step
-        return prompts_to_sample(
-            prompts_per_step + informative,
-            informative,
-            total,
-            ceiling=ceiling,
-        )
+        # The informative groups of the last batch cannot be used again: a complete step is still missing.
+        required_groups = prompts_per_step + informative
+        return prompts_to_sample(required_groups, informative, total, ceiling=ceiling)
 
     def _staleness_metrics(self, sampled: SampledBatch) -> Metrics:
         """Return a batch's age in weight updates as metrics; raise StalenessError if it is too old."""

@@ -277,23 +277,23 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
     Returns no section for a run without health metrics.
     """
-    fired = firing_steps(lines)
+    steps_by_rule = firing_steps(lines)
     if not any(name.startswith(PREFIX) for line in lines for name in line):
         return []
     sections = [page.heading("Health")]
-    if not fired:
+    if not steps_by_rule:
         return [*sections, page.paragraph("No rule has fired.")]
 
     headings = ("rule", "steps", "meaning", "likely causes", "change")
-    rules = {name: find_rule(name) for name in fired}
+    rules = {name: find_rule(name) for name in steps_by_rule}
     rows: list[tuple[str, ...]] = []
-    for name, steps in fired.items():
+    for name, steps in steps_by_rule.items():
         rule = rules[name]
         change = rule.change.replace("`", "")
         rows.append((name, format_step_ranges(steps), rule.meaning, rule.causes, change))
     sections.append(page.table(headings, rows))
 
-    for name, steps in fired.items():
+    for name, steps in steps_by_rule.items():
         samples = _health_samples(folder, rules[name], steps[0])
         if samples:
             text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
@@ -623,11 +623,11 @@ def select_rows(
 
     # All candidates in order of importance; a dict drops repeated rows and keeps the order.
     marked_groups = list(dict.fromkeys(groups[row] for row in marks_by_row if groups[row] is not None))
-    siblings = [row for group in marked_groups for row in range(row_count) if groups[row] == group]
+    group_rows = [row for group in marked_groups for row in range(row_count) if groups[row] == group]
     stride = 1
     if spread:
         stride = max(1, -(-row_count // limit))
-    candidates = [*marks_by_row, *siblings, *range(0, row_count, stride), *range(row_count)]
+    candidates = [*marks_by_row, *group_rows, *range(0, row_count, stride), *range(row_count)]
     selected = sorted(list(dict.fromkeys(candidates))[:limit])
     return {row: marks_by_row.get(row, []) for row in selected}
 

@@ -13,8 +13,13 @@ from megatron_rl.shapes.family import (
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of Gemma 2 models: fields of `ModelShape`."""
     # Every other layer has a sliding window unless config.json has another pattern.
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
-    return {**gemma_structure(reader), **sliding_window_fields(every_other, reader.size("num_hidden_layers"))}
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors
+    )
+    return {
+        **gemma_structure(reader),
+        **sliding_window_fields(reader_with_pattern, reader.size("num_hidden_layers")),
+    }
 
 
 FAMILY = Family(

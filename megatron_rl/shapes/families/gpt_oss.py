@@ -31,8 +31,10 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
     # vLLM has the window in every other layer, the first one among them.
     layers = reader.size("num_hidden_layers")
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
-    windows = sliding_window_fields(every_other, layers)
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors
+    )
+    windows = sliding_window_fields(reader_with_pattern, layers)
     if windows.get("sliding_layers") != tuple(range(0, layers, 2)):
         reader.refuse(
             "the window of another pattern of layers is not supported",

@@ -6,8 +6,10 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, olmo_structu
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of OLMo 3 models: fields of `ModelShape`."""
     # Every fourth layer has full attention unless config.json has another pattern.
-    every_fourth = ConfigReader({"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors)
-    windows = sliding_window_fields(every_fourth, reader.size("num_hidden_layers"))
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors
+    )
+    windows = sliding_window_fields(reader_with_pattern, reader.size("num_hidden_layers"))
 
     return {**olmo_structure(reader), **windows}
 
