@@ -428,7 +428,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     return {**fields, "qk_norm": True, "output_gate": True, "centered_norms": True}
 
 
-def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
+def delta_net_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for the norms of models with gated delta nets."""
     return {"layernorm_zero_centered_gamma": True}
 
@@ -534,7 +534,7 @@ def gemma_structure(reader: ConfigReader) -> Fields:
     return {**attention_bias_fields(reader), "post_norms": True, "centered_norms": True}
 
 
-def gemma_megatron(config: Mapping[str, Any]) -> Fields:
+def gemma_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for Gemma's norms and attention."""
     return {
         "layernorm_zero_centered_gamma": True,
@@ -570,7 +570,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
     return {**shared_expert_fields(reader), **latent_sizes(reader)}
 
 
-def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
+def deepseek_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
     # Megatron's latent attention computes rotary angles separately, with or without YaRN.
     rope = rope_parameters(config)

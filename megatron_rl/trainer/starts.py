@@ -73,8 +73,8 @@ def describe_current_start(
     return Start(
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=format_command(sys.argv, os.environ),
-        revision=revision(PACKAGE),
-        working_revision=revision(Path.cwd()),
+        revision=git_revision(PACKAGE),
+        working_revision=git_revision(Path.cwd()),
         versions=versions,
         hardware=hardware,
         explicit=tuple(explicit),
@@ -154,7 +154,7 @@ def _quote_argument(argument: str) -> str:
     return shlex.quote(argument)
 
 
-def revision(folder: Path) -> str | None:
+def git_revision(folder: Path) -> str | None:
     """Return the git revision of a folder's checkout, ``-dirty`` with changes; None outside of a checkout."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -75,7 +75,7 @@ def test_a_signal_that_slurm_and_torchrun_both_send_is_one_request(monkeypatch: 
     """Slurm signals every process of a step, and torchrun passes its own signal on."""
     ended: list[int] = []
     with handle_stop_signals("rank 0", Phases(), 60.0) as stop, stop.defer_stops():
-        monkeypatch.setattr(stop, "_end", ended.append)
+        monkeypatch.setattr(stop, "_end_after_signal", ended.append)
         stop.handle_signal(signal.SIGUSR1)
         stop.handle_signal(signal.SIGUSR1)
         assert stop.signal_number == signal.SIGUSR1 and not ended
@@ -83,7 +83,7 @@ def test_a_signal_that_slurm_and_torchrun_both_send_is_one_request(monkeypatch: 
         assert ended == [signal.SIGTERM], "another signal does not wait"
     ended.clear()
     with handle_stop_signals("rank 0", Phases(), 60.0) as stop, stop.defer_stops():
-        monkeypatch.setattr(stop, "_end", ended.append)
+        monkeypatch.setattr(stop, "_end_after_signal", ended.append)
         monkeypatch.setattr("megatron_rl.trainer.job.ECHO_SECONDS", 0.0)
         stop.handle_signal(signal.SIGUSR1)
         stop.handle_signal(signal.SIGUSR1)

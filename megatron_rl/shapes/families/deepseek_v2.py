@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek_megatron, deepseek_structure
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    deepseek_megatron_settings,
+    deepseek_structure,
+)
 
 
 def _read_structure(reader: ConfigReader) -> Fields:
@@ -17,7 +23,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for DeepSeek V2 models."""
     # Scores are a softmax over all experts and are not renormalised over the selected ones; Megatron-Core
     # 0.19 by default computes the softmax over only the selected experts.
-    return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
+    return {**deepseek_megatron_settings(config), "moe_router_pre_softmax": True}
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:

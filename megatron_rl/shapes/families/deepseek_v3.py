@@ -8,7 +8,7 @@ from megatron_rl.shapes.family import (
     Family,
     Fields,
     biased_router_settings,
-    deepseek_megatron,
+    deepseek_megatron_settings,
     deepseek_structure,
 )
 
@@ -33,7 +33,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for DeepSeek V3 models."""
-    settings = {**deepseek_megatron(config), **biased_router_settings()}
+    settings = {**deepseek_megatron_settings(config), **biased_router_settings()}
 
     # Moonlight and Kimi-K2 have one group, which restricts nothing.
     if (config["n_group"] or 1) > 1:

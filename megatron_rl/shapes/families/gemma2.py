@@ -4,7 +4,7 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    gemma_megatron,
+    gemma_megatron_settings,
     gemma_structure,
     sliding_window_fields,
 )
@@ -28,7 +28,7 @@ FAMILY = Family(
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
     _read_structure,
-    gemma_megatron,
+    gemma_megatron_settings,
     defaults={
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",

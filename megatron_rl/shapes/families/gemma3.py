@@ -1,6 +1,6 @@
 """Gemma 3, the language model (arXiv 2503.19786)."""
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron, gemma_structure
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron_settings, gemma_structure
 
 
 def _read_structure(reader: ConfigReader) -> Fields:
@@ -14,7 +14,7 @@ FAMILY = Family(
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
     _read_structure,
-    gemma_megatron,
+    gemma_megatron_settings,
     # Published multimodal checkpoints of 4B and more state few of these.
     defaults={
         "vocab_size": 262208,

@@ -9,7 +9,7 @@ from megatron_rl.shapes.family import (
     Fields,
     biased_router_settings,
     count_dense_layers,
-    deepseek_megatron,
+    deepseek_megatron_settings,
     deepseek_structure,
     dense_layers_first,
 )
@@ -25,7 +25,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for GLM-4.7-Flash models."""
-    return {**deepseek_megatron(config), **biased_router_settings()}
+    return {**deepseek_megatron_settings(config), **biased_router_settings()}
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:

@@ -5,7 +5,7 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    delta_net_megatron,
+    delta_net_megatron_settings,
     delta_net_structure,
     gated_shared_expert_fields,
 )
@@ -22,7 +22,7 @@ FAMILY = Family(
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForSequenceClassification",
     _read_structure,
-    delta_net_megatron,
+    delta_net_megatron_settings,
     defaults={
         **DELTA_DEFAULTS,
         "intermediate_size": 512,  # of no layer: every layer has experts

@@ -8,7 +8,7 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    delta_net_megatron,
+    delta_net_megatron_settings,
     delta_net_structure,
     gated_shared_expert_fields,
     sparse_step_dense_layers,
@@ -28,7 +28,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for Qwen3-Next models."""
     # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
-    return {**delta_net_megatron(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
+    return {**delta_net_megatron_settings(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
 
 
 FAMILY = Family(
