@@ -273,8 +273,7 @@ def _write(
 
 def _tensors_to_copy(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
     """Return the names of the tensors that are not trained, but copied from ``source``."""
-    has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
-    if source is None or not has_copied:
+    if source is None:
         return []
     names = open_checkpoint(source).names()
     return sorted(name for name in names if hf_model.is_copied(name))

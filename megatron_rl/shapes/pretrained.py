@@ -170,11 +170,14 @@ class PretrainedModel:
 
     def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
+        # Qwen3-Next and Qwen3.5 have no key for these layers, but names of their own.
+        if name.startswith("mtp."):
+            return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
 
-        # MTP layers are numbered after the model's own.
+        # Other families number them after the model's own layers.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 

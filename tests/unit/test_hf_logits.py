@@ -71,15 +71,22 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     assert len(list((tmp_path / "second").glob("*.safetensors"))) > 1
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
-def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "keys", "layer"),
+    [
+        ("deepseek-v3", {"num_nextn_predict_layers": 1}, "model.layers.4"),
+        ("glm4-moe", {"num_nextn_predict_layers": 1}, "model.layers.4"),
+        ("qwen3-next", {}, "mtp.layers.0"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, keys, layer, tmp_path):
     reference = save_model(family, tmp_path / "first")
     config = json.loads((tmp_path / "first/config.json").read_text())
-    (tmp_path / "first/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (tmp_path / "first/config.json").write_text(json.dumps({**config, **keys}))
     further = {
-        "model.layers.4.eh_proj.weight": torch.randn(64, 128),
-        "model.layers.4.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
-        "model.layers.4.enorm.weight": torch.randn(64),
+        f"{layer}.eh_proj.weight": torch.randn(64, 128),
+        f"{layer}.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
+        f"{layer}.enorm.weight": torch.randn(64),
     }
     # Files beside a `model.safetensors` are not the model's: an index names both.
     weights = tmp_path / "first/model.safetensors"
