@@ -329,9 +329,17 @@ def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tu
     ``count`` and ``width``: keys of config.json with the number of experts and the width of one.
     ``dense_layers``: layers with a dense MLP instead.
     """
+    experts = reader.size(count)
+    experts_per_token = reader.size("num_experts_per_tok")
+    if reader.get(count) is not None and experts_per_token > experts:
+        reader.refuse(
+            "a token is sent to more experts than a layer has",
+            "num_experts_per_tok",
+            f"at most {experts}, as {count} has",
+        )
     return {
-        "experts": reader.size(count),
-        "experts_per_token": reader.size("num_experts_per_tok"),
+        "experts": experts,
+        "experts_per_token": experts_per_token,
         "expert_width": reader.size(width),
         "dense_layers": dense_layers,
     }

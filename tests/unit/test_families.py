@@ -176,6 +176,21 @@ def test_a_minimax_m2_that_would_be_computed_differently_is_refused(
     assert message in error and f"config.json: {key}" in error
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "key"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(
+    family: str, change: dict[str, Any], key: str, workspace: Path
+) -> None:
+    (error,) = refusals_with(workspace / "saved", family, change)
+    assert f"config.json: {key}" in error
+
+
 @pytest.mark.parametrize("family", ["deepseek-v32", "glm-moe-dsa"])
 def test_sparse_attention_is_trained_on_rows_where_it_is_dense(family: str, workspace: Path) -> None:
     """On a longer row the indexer leaves keys out, and `check` refuses it."""

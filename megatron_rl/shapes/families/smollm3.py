@@ -7,6 +7,14 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bi
 
 
 def _structure(reader: ConfigReader) -> Fields:
+    layers = reader.size("num_hidden_layers")
+    rotated = reader.get("no_rope_layers")
+    if rotated is None:
+        reader.size("no_rope_layer_interval")
+    elif len(rotated) != layers:
+        reader.refuse(
+            f"the model has {layers} layers and another number of marks", "no_rope_layers", f"{layers} entries"
+        )
     return {**attention_bias(reader), "mlp_bias": reader.flag("mlp_bias")}
 
 
