@@ -13,7 +13,9 @@ def _structure(reader: ConfigReader) -> Fields:
         reader.size("no_rope_layer_interval")
     elif len(rotated) != layers:
         reader.refuse(
-            f"the model has {layers} layers and another number of marks", "no_rope_layers", f"{layers} entries"
+            f"the model has {layers} layers and another number of marks",
+            "no_rope_layers",
+            f"{layers} entries",
         )
     return {**attention_bias(reader), "mlp_bias": reader.flag("mlp_bias")}
 
