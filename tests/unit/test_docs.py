@@ -186,8 +186,17 @@ def test_what_a_tutorial_imports_is_public(name: str) -> None:
     assert not private
 
 
+CONCEPTS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/concepts").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_a_concept_has_a_page_with_a_diagram(name: str) -> None:
+    assert re.search(r"^!\[[^]]+\]\(\.\./images/\w+\.svg\)$", (ROOT / name).read_text(), re.MULTILINE)
+    assert f"({name.removeprefix('docs/')})" in (ROOT / "docs/concepts.md").read_text()
+
+
 def test_the_concepts_show_the_training_step() -> None:
-    block, sampling = blocks("docs/concepts.md", "python")[:2]
+    block, sampling = blocks("docs/concepts/step.md", "python")[:2]
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
