@@ -329,6 +329,21 @@ def test_text_that_is_none_ends_its_episode_alone(tmp_path):
     assert seen[5][-1] == [{"role": "user", "content": "\U0001f600"}]
 
 
+def test_the_calculator_for_word_problems_computes_arithmetic_and_nothing_else():
+    file = Path(__file__).parents[2] / "launch/examples/tools/word_problem.py"
+    hosts = EnvironmentPool(EnvironmentConfig(f"{file}:WordProblem", turn_timeout=60.0))
+    calls = ["(12 + 3) * 7", "9 / 0", "7**9**9", "1,200 - 1", "2 +"]
+    prompts = ["so #### 7", *(f"First <calc>{call}</calc>" for call in calls)]
+    try:
+        ends, seen = play(hosts, prompts, lambda number, turn: prompts[number] if turn == 1 else "#### 7")
+    finally:
+        hosts.close()
+    assert {end.failure for end in ends.values()} == {None}
+    results = [seen[number][1][0]["content"] for number in range(1, 6)]
+    refused = "not an expression that I can compute"
+    assert results == ["105", refused, refused, "1199", refused]
+
+
 def test_the_calculator_of_the_example_takes_a_malformed_call_for_a_wrong_answer():
     file = Path(__file__).parents[2] / "launch/examples/tools/env.py"
     hosts = EnvironmentPool(EnvironmentConfig(f"{file}:Calculator", turn_timeout=60.0))
