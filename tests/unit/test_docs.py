@@ -249,6 +249,8 @@ def test_commands_parse(name: str) -> None:
     for line in lines_of(name):
         words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z]+=\S+|\[.*|.*\]", word)]
         program = next((word for word in words if word in ("megatron-rl", "megatron_rl")), None)
+        if words[0] in ("git", "cd"):
+            continue
         if program is not None:
             parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
         elif words[0] not in ELSEWHERE and "-m" not in words:

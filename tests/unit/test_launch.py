@@ -72,7 +72,7 @@ def test_torchrun_starts_the_processes_without_a_warning(name: str, tmp_path: Pa
 
 
 def quickstart_commands(folder: Path, gpus: int, **environment: str) -> tuple[int, str, list[list[str]]]:
-    """Run a copy of the quickstart on a machine of ``gpus`` GPUs, with a program that only records its arguments.
+    """Run a copy of the quickstart as on ``gpus`` GPUs, with programs that only record their arguments.
 
     Return its exit code, its standard error and the arguments of each started program.
     """
@@ -105,7 +105,11 @@ def quickstart_commands(folder: Path, gpus: int, **environment: str) -> tuple[in
 
 @pytest.mark.parametrize(("gpus", "processes"), [(0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
 def test_the_quickstart_has_a_layout_for_the_gpus_of_this_machine(
-    gpus: int, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: int,
+    processes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, errors, (_, check, train) = quickstart_commands(tmp_path, gpus)
     assert (code, errors) == (0, "")
